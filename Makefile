@@ -25,7 +25,11 @@ SHELL   := /bin/bash
 BIN     := $(VENV)/bin
 FW_BIN  := $(VENV)-frameworks/bin
 DOCS_BIN := $(VENV)-docs/bin
-PYTEST  ?= -n 2 --dist loadfile --no-loadscope-reorder
+SPREAD  := --dist loadfile --no-loadscope-reorder
+PYTEST  ?= -n 2 $(SPREAD)
+# The core's tests wait almost half of their time: for processes, Slurm and what must not happen too
+# soon. Two workers for each of two cores use it.
+CORE    := $(if $(filter file,$(origin PYTEST)),-n 4 $(SPREAD),$(PYTEST))
 VERSIONS := 2.4.1 2.7.1 2.13.0 2.15.0
 # The build for CPUs is a third of the size, and there is none for other processors than x86-64.
 TF      := $(if $(filter x86_64,$(shell uname -m)),tensorflow-cpu,tensorflow)
@@ -74,7 +78,7 @@ PROGRAMS := $(addprefix tests/,examples docs observe/dashboard test_benchmarks.p
 OTHERS   := $(addprefix tests/,lightning jax bindings mxnet spark ray)
 
 test-core: lint $(VENV)-mpich/.installed
-	$(BIN)/python -m pytest $(PYTEST) $(addprefix --ignore ,$(PROGRAMS) $(OTHERS))
+	$(BIN)/python -m pytest $(CORE) $(addprefix --ignore ,$(PROGRAMS) $(OTHERS))
 
 test-programs: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST) $(PROGRAMS)

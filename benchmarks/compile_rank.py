@@ -27,7 +27,7 @@ from benchmarks.training_models import WORKLOADS, Batch, Workload
 from benchmarks.training_rank import batches, finish, narrow
 
 WARM_UP = 10
-CALLS = 20  # allreduces in a function, so that calling the function costs little beside them
+CALLS = 100  # allreduces in a function, so that calling the function costs little beside them
 
 Step = Callable[[Batch], torch.Tensor]
 
@@ -96,6 +96,11 @@ def call_nothing(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def touch(tensor: torch.Tensor) -> torch.Tensor:
+    """Do next to nothing: what is measured is how torch enters a compiled function."""
+    return tensor.add_(0)
+
+
 # -- what torch.compile makes of a step ---------------------------------------------------------
 
 
@@ -128,14 +133,21 @@ def count_graphs(library: str, workload: Workload, batch: Batch, how: str) -> li
 # -- turns --------------------------------------------------------------------------------------
 
 
-def timed(start: float, repeated: Callable[[], Any], times: int, device: torch.device) -> float:
-    """Return the milliseconds of one call, from the moment at which all ranks begin."""
+def timed(
+    start: float, repeated: Callable[[], Any], times: int, device: torch.device
+) -> tuple[float, float]:
+    """Return the milliseconds of one call, and those of processors, of all threads, in it.
+
+    Time counts from the moment at which all ranks begin.
+    """
     while time.monotonic() < start:
         pass
+    used = time.process_time()
     for _ in range(times):
         repeated()
     finish(device)
-    return 1000 * (time.monotonic() - start) / times
+    elapsed, used = time.monotonic() - start, time.process_time() - used
+    return 1000 * elapsed / times, 1000 * used / times
 
 
 def main(plan: dict[str, Any]) -> None:
@@ -158,6 +170,7 @@ def main(plan: dict[str, Any]) -> None:
     tensor = torch.ones(1, device=device)
     reductions = {"in place eager": reduce_in_place, "new eager": reduce_into_new}
     if plan["operator"]:
+        reductions["entry"] = torch.compile(touch, fullgraph=True)
         reductions["nothing"] = torch.compile(call_nothing, fullgraph=True)
         reductions["in place"] = torch.compile(reduce_in_place, fullgraph=True)
         reductions["new"] = torch.compile(reduce_into_new, fullgraph=True)
@@ -173,7 +186,9 @@ def main(plan: dict[str, Any]) -> None:
             return count_graphs(order["library"], workload, data[0], order["how"])
         if order["section"] == "operator":
             reduction = reductions[order["name"]]
-            return timed(order["start"], lambda: reduction(tensor), 5, device) / CALLS * 1000
+            calls = 1 if order["name"] == "entry" else CALLS
+            both = timed(order["start"], lambda: reduction(tensor), 5, device)
+            return [1000 * value / calls for value in both]
         step, number = steps[order["name"]], iter(range(workload.turn))
         return timed(
             order["start"],

@@ -51,7 +51,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only-speed", action="store_true", help="do not compare losses")
     add_common(parser, "lightning")
     # What only the benchmark of the optimizer itself offers.
-    parser.set_defaults(device="cpu", strong=False, bind=False, autotune=False)
+    parser.set_defaults(device="cpu", strong=False, bind=False, autotune=False, batch=None)
     parser.set_defaults(force_reduction=False, turn=None, percent=PERCENT["cpu"])
     return parser.parse_args(arguments)
 

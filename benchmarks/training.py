@@ -72,10 +72,10 @@ def jobs(
 
     # With overlap_forward the first steps show how fast the network is, which needs quiet.
     tunes_itself = options.autotune or "ours_next" in options.contenders
-    plan = {"device": options.device, "strong": options.strong, "bind": options.bind}
+    named = ("device", "strong", "bind", "batch", "turn")
     return Jobs(
         place,
-        {**plan, "turn": options.turn},
+        {name: getattr(options, name) for name in named},
         options.seconds,
         options.timeout,
         lambda what: progress.advance(f"{size} ranks, {what}"),

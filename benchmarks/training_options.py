@@ -102,6 +102,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="share the batches of two ranks out among all: a job that is spread, not enlarged",
     )
     parser.add_argument(
+        "--batch",
+        type=count,
+        metavar="N",
+        help="samples of a rank in a step (as many as the model's table says)",
+    )
+    parser.add_argument(
         "--bind",
         action="store_true",
         help="give each rank one core, as schedulers do that count cores; otherwise DDP's threads "

@@ -213,6 +213,8 @@ def main(plan: dict[str, Any]) -> None:
     contender, workload = plan["contender"], WORKLOADS[plan["model"]]
     if plan.get("turn"):
         workload = dataclasses.replace(workload, turn=plan["turn"])
+    if plan.get("batch"):
+        workload = dataclasses.replace(workload, samples=plan["batch"])
     if plan["strong"]:
         workload = shared_out(workload, SIZE)
     # Memory is about what training needs, so every process has loaded the same.

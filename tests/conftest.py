@@ -32,6 +32,8 @@ def pytest_configure() -> None:
 # with one of them in the end.
 _LONG = ("multihost/", "faults/", "examples/", "elastic/", "docs/", "dashboard/", "transport/")
 _LONG += ("test_benchmarks.py", "test_scaling_model.py")
+_LONG += ("tensorflow/test_examples.py", "jax/test_examples.py", "keras/test_docs.py")
+_LONG += ("keras/test_elastic.py", "keras/test_examples.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,6 +13,13 @@ import signal
 import socket
 import sys
 
+AGENT_NAME = "HOROVOD_TEST_AGENT_NAME"
+"""Environment variable with the name that agents get for their Python instead of its own.
+
+That of `forked_python` makes an agent fork workers too that it starts with its Python. Agents need
+no site-packages, which Python does not find under another name.
+"""
+
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -45,5 +52,7 @@ def is_forked(arguments: list[str]) -> bool:
 if __name__ == "__main__":
     socket_path, *program = sys.argv[1:]
     if not is_forked(program):
-        os.execv(sys.executable, [sys.executable, *program])
+        is_agent = program[-1:] == ["horovodrun-agent"]
+        name = os.environ.get(AGENT_NAME, sys.executable) if is_agent else sys.executable
+        os.execv(sys.executable, [name, *program])
     main(socket_path, program)

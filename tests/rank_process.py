@@ -31,6 +31,8 @@ import cloudpickle
 
 # torch._dynamo: what making the first optimizer imports, which takes seconds.
 PRELOAD = ["torch", "torch._dynamo", "pytest", "hypothesis", "horovod.torch", "tests.ranks"]
+PRELOAD += ["horovod.torch.optimizers.reducing", "horovod.torch.elastic"]  # what uses import late
+LAST = "tests.preloaded"  # after all others, for it is about what they leave in memory
 OUTPUT_SHOWN = 20_000  # characters of a rank's output in a failure message
 
 
@@ -153,7 +155,7 @@ def _die_with_parent() -> None:
 def fork_context() -> Any:
     """The fork server context, with the server started as ranks need it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*PRELOAD, LAST])
     previous = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded, so in the server
     try:

@@ -590,11 +590,15 @@ def test_the_report_about_compiled_steps(capsys: pytest.CaptureFixture[str]):
     """Ratios are of turns of the same round, and so is what is exposed."""
     times = {"ours": [2.0, 4.0, 2.0], "ddp": [3.0, 6.0, 3.0], "plain": [1.0, 2.0, 1.0]}
     samples = times | {f"{name} eager": values for name, values in times.items()}
-    assert compile_benchmark.show_steps("title", samples) == 1.5
+    used = dict.fromkeys(samples, 0.5)
+    assert compile_benchmark.show_steps("title", samples, used) == 1.5
     calls = {"in place": [20.0, 30.0], "new": [40.0, 40.0]}
     calls |= {"in place eager": [12.0, 22.0], "new eager": [50.0, 30.0], "nothing": [9.0, 11.0]}
+    calls["entry"] = [90.0, 110.0]
     assert compile_benchmark.show_operator(calls) == 8.0
     printed = capsys.readouterr().out
     assert re.search(r"exposed, ours +1\.00 ms +1\.00 ms", printed)
     assert "ddp / ours: 1.500" in printed
+    assert re.search(r"processor, ddp +0\.50 ms +0\.50 ms", printed)
     assert "in compiled code: 10.0" in printed
+    assert "compiled function that does nothing: 100.0" in printed

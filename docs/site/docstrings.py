@@ -1,7 +1,8 @@
-"""An extension of Griffe: classes that take their docstring from a base, `__doc__ = Base.__doc__`.
+"""An extension of Griffe: docstrings that stand elsewhere.
 
-The two Keras packages share code that way. Griffe reads sources without running them, so it does
-not see what the assignment does.
+Classes take them from a base, `__doc__ = Base.__doc__`, and functions from another function,
+`@documented_as(other)`. The two Keras packages share code that way. Griffe reads sources without
+running them, so it does not see what these do.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ class InheritedDocstrings(griffe.Extension):
         for member in list(scope.members.values()):
             if member.is_alias:
                 continue
-            if isinstance(member, griffe.Class):
-                self._inherit(member)
+            other = self._other(member)
+            if other is not None and member.docstring is None:
+                module, _, name = scope.resolve(other).rpartition(".")
+                source = scope.modules_collection[module][name].docstring
+                if source is not None:
+                    member.docstring = griffe.Docstring(source.value, parent=member)
             if isinstance(member, (griffe.Module, griffe.Class)):
                 self._visit(member)
 
-    def _inherit(self, found: griffe.Class) -> None:
-        assignment = found.members.get("__doc__")
-        if not isinstance(assignment, griffe.Attribute) or found.docstring is not None:
-            return
-        base, _, name = str(assignment.value).rpartition(".")
-        if name == "__doc__":
-            original = found.resolve(base)
-            module, _, class_name = original.rpartition(".")
-            source = found.modules_collection[module][class_name].docstring
-            if source is not None:
-                found.docstring = griffe.Docstring(source.value, parent=found)
+    def _other(self, found: griffe.Object) -> str | None:
+        """Return the name of the class or function that has the docstring of `found`."""
+        if isinstance(found, griffe.Class) and "__doc__" in found.members:
+            name, _, attribute = str(found.members["__doc__"].value).rpartition(".")
+            return name if attribute == "__doc__" else None
+        for decorator in found.decorators if isinstance(found, griffe.Function) else ():
+            name, _, argument = str(decorator.value).partition("(")
+            if name == "documented_as":
+                return argument.rstrip(")")
+        return None

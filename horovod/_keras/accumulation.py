@@ -11,6 +11,7 @@ from typing import Any
 
 from horovod._keras.distribution import Distribution
 from horovod._keras.flavour import backend_of, keras_of
+from horovod.common.optimizer_options import OptimizerOptions
 
 
 class Sums:
@@ -22,6 +23,7 @@ class Sums:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._distribution: Distribution = optimizer._hvd
+        self._options = self._distribution.options
         self._passes = optimizer.add_variable(shape=(), dtype="int", name="gradient_passes")
         self._totals = [
             optimizer.add_variable_from_reference(variable, name="gradient_sum")
@@ -45,7 +47,7 @@ class Sums:
 
         def step() -> None:
             given = [
-                None if gradient is None else ops.divide(total, self._distribution.pass_divisor)
+                None if gradient is None else ops.divide(total, self._options.pass_divisor)
                 for total, gradient in zip(totals, gradients, strict=True)
             ]
             reduced = self._distribution.reduce.reduce_unmarked(given, variables, marks)
@@ -58,7 +60,7 @@ class Sums:
             for counter in counters(self._optimizer):
                 counter.assign_add(1)
 
-        is_last = ops.equal(ops.mod(self._passes, self._distribution.backward_passes_per_step), 0)
+        is_last = ops.equal(ops.mod(self._passes, self._options.backward_passes_per_step), 0)
         if backend_of(self._optimizer) == "tensorflow":
             ops.cond(is_last, step, wait)
         elif bool(is_last):
@@ -88,7 +90,7 @@ class Sums:
 
         def step() -> Any:
             given = [
-                None if gradient is None else state[total] / self._distribution.pass_divisor
+                None if gradient is None else state[total] / self._options.pass_divisor
                 for total, gradient in zip(totals, gradients, strict=True)
             ]
             reduced = self._distribution.reduce(given, self._optimizer._trainable_variables)
@@ -104,16 +106,16 @@ class Sums:
                 after[indices[id(counter)]] += 1
             return list(values), after
 
-        is_last = state[passes] % self._distribution.backward_passes_per_step == 0
+        is_last = state[passes] % self._options.backward_passes_per_step == 0
         return jax.lax.cond(is_last, step, wait)
 
     def _to_dense(self, gradient: Any) -> Any:
         if backend_of(self._optimizer) != "tensorflow":
             return gradient
-        return to_dense(gradient, self._distribution)
+        return to_dense(gradient, self._options)
 
 
-def to_dense(gradient: Any, distribution: Distribution) -> Any:
+def to_dense(gradient: Any, options: OptimizerOptions) -> Any:
     """Return a gradient of TensorFlow as a dense tensor, which can be added up.
 
     Raises:
@@ -123,7 +125,7 @@ def to_dense(gradient: Any, distribution: Distribution) -> Any:
 
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    if not distribution.sparse_as_dense:
+    if not options.sparse_as_dense:
         raise ValueError(
             "backward_passes_per_step > 1 needs dense gradients: pass sparse_as_dense=True to "
             "DistributedOptimizer"

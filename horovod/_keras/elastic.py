@@ -9,11 +9,10 @@ such tensors. The next commit uses the same memory again.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -24,11 +23,7 @@ from horovod._keras.flavour import backend_of
 from horovod._keras.rebuild import has_state
 from horovod._keras.variables import optimizer_variables
 from horovod.common.elastic import ObjectState, State, run_fn
-from horovod.common.exceptions import (
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    error_in_text,
-)
+from horovod.common.exceptions import raise_our_errors
 from horovod.elastic.worker import this_worker
 from horovod.engine.basics import HorovodBasics
 from horovod.engine.runtime import runtime
@@ -67,24 +62,10 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
     @functools.wraps(func)
     def with_our_errors(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with _raise_our_errors():
+        with raise_our_errors():
             return func(state, *args, **kwargs)
 
     return run_fn(with_our_errors, _reset, this_worker)
-
-
-@contextlib.contextmanager
-def _raise_our_errors() -> Iterator[None]:
-    """Raise frameworks' errors that contain a `HorovodInternalError` as that error."""
-    try:
-        yield
-    except (HorovodInternalError, HostsUpdatedInterrupt):
-        raise
-    except Exception as error:
-        ours = error_in_text(error)
-        if ours is None:
-            raise
-        raise ours from error
 
 
 def _reset() -> None:
@@ -122,7 +103,7 @@ class VariablesState(ObjectState):
         """Assign values, whose memory the variables may keep."""
 
     def on_reset(self) -> None:
-        with _raise_our_errors():  # some scripts train a step in their reset callbacks
+        with raise_our_errors():  # some scripts train a step in their reset callbacks
             super().on_reset()
 
     def save(self) -> None:

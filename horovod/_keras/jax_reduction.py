@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from horovod._keras.reduction import HostReduction, has_no_peers
+from horovod._keras.reduction import HostReduction
+from horovod.engine.arguments import has_no_peers
 from horovod.engine.collective import WORLD
 from horovod.engine.runtime import runtime
 from horovod.jax.arrays import is_tracer, to_jax, to_torch
@@ -22,7 +23,7 @@ class JaxReduction(HostReduction):
         # If Horovod is not initialised, this raises an error before a step is compiled.
         runtime.group(WORLD)
         traced = any(is_tracer(gradient) for gradient in results)
-        if has_no_peers(self._distribution.process_set) and not runtime.is_elastic():
+        if has_no_peers(self._options.process_set) and not runtime.is_elastic():
             if not traced:
                 runtime.statistics.end_step()
                 return results

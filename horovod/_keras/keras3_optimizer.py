@@ -45,7 +45,7 @@ class Keras3Optimizer:
         else:
             return apply(grads)  # raises Keras's own error
         with self._hvd_set("_hvd_has_reduced"):
-            if self._hvd.backward_passes_per_step == 1:
+            if self._hvd.options.backward_passes_per_step == 1:
                 return apply(self._hvd.reduce(grads, variables), trainable_variables)
             if not self.built:
                 self.build(variables)
@@ -69,7 +69,7 @@ class Keras3Optimizer:
 
     def register_local_var(self, var: Any) -> None:
         """Do not reduce the gradient of the variable `var`."""
-        self._hvd.register_local(var)
+        self._hvd.reduce.register_local(var)
 
     def _hvd_delegates(self) -> bool:
         """Return whether nobody or somebody else reduces, or the gradients are reduced already."""
@@ -93,7 +93,7 @@ class Keras3Optimizer:
 
     def _hvd_after_build(self) -> None:
         if (
-            self._hvd.backward_passes_per_step > 1
+            self._hvd.options.backward_passes_per_step > 1
             and self._hvd_sums is None
             and not self._hvd_handed_over
         ):

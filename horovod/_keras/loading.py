@@ -8,6 +8,7 @@ from typing import Any
 from horovod._keras.flavour import is_tf_keras
 from horovod._keras.optimizer import distribute_in_place, is_distributed
 from horovod.common.logging import get_logger
+from horovod.common.optimizer_options import OptimizerOptions
 
 logger = get_logger(__name__)
 
@@ -29,7 +30,7 @@ def load_model(
         if _has_no_variables(optimizer, model):
             logger.warning("the state of the optimizer in %s is lost to Keras 3", filepath)
             optimizer = type(optimizer).from_config(optimizer.get_config())
-        model.optimizer = distribute_in_place(optimizer, compression=compression)
+        model.optimizer = distribute_in_place(optimizer, OptimizerOptions(compression=compression))
     return model
 
 

@@ -69,7 +69,7 @@ class LocalStepsCallbackBase(HorovodCallback):
         self._mirror: dict[str, Mirrored] = {}  # by the names in the fragments
         self._state: list[Mirrored] = []  # of the optimizer, which is averaged with fragment 0
         self._saved: list[Content] | None = None  # what the fragments of the next training have
-        self._distribution = Distribution()
+        self._distribution: Distribution
         self._other_reduction: Any = None  # with `within`: the one that is not in use
 
     # -- when ------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class LocalStepsCallbackBase(HorovodCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         model = self.model
         found = distribution_of(model.optimizer)
-        if found is None or found.schedule.local_steps is None:
+        if found is None or found.options.schedule.local_steps is None:
             raise ValueError(
                 "LocalStepsCallback needs an optimizer with local steps: compile the model with "
                 "hvd.DistributedOptimizer(optimizer, local_steps=...)"
@@ -85,7 +85,7 @@ class LocalStepsCallbackBase(HorovodCallback):
         self._distribution = found
         with raise_errors_of(backend_of(model)):
             self._agree()
-            within = found.schedule.within
+            within = found.options.schedule.within
             if within is not None:
                 cluster = set_of_this_host() if within == HOST else within
                 self._other_reduction = reduction_among(cluster, found, model.optimizer)
@@ -98,7 +98,7 @@ class LocalStepsCallbackBase(HorovodCallback):
         # Several batches where Keras runs them at once (steps_per_execution).
         count = batch - self._first_batch + 1
         self._steps += count
-        schedule = self._distribution.schedule
+        schedule = self._distribution.options.schedule
         if not self._has_begun:
             if self._steps >= schedule.warmup_steps:
                 self._begin_if_due(self.model)
@@ -110,7 +110,7 @@ class LocalStepsCallbackBase(HorovodCallback):
     def on_train_end(self, logs: Any = None) -> None:
         if not self._has_begun:
             return
-        schedule = self._distribution.schedule
+        schedule = self._distribution.options.schedule
         with raise_errors_of(backend_of(self.model)):
             for fragment in self._fragments:
                 if fragment.apply_at is not None:
@@ -128,7 +128,8 @@ class LocalStepsCallbackBase(HorovodCallback):
 
     def _begin_if_due(self, model: Any) -> None:
         """Begin local steps after the warm-up, as soon as the model has weights."""
-        if self._steps < self._distribution.schedule.warmup_steps or not model.trainable_weights:
+        warmup_steps = self._distribution.options.schedule.warmup_steps
+        if self._steps < warmup_steps or not model.trainable_weights:
             return
         self._mirror_weights(model)
         with raise_errors_of(backend_of(model)):
@@ -137,7 +138,7 @@ class LocalStepsCallbackBase(HorovodCallback):
 
     def _use_local_gradients(self, model: Any, is_local: bool) -> None:
         self._has_begun = is_local
-        if self._distribution.schedule.within is None:
+        if self._distribution.options.schedule.within is None:
             self._distribution.is_local = is_local
         else:
             reduction = self._distribution.reduce
@@ -150,8 +151,8 @@ class LocalStepsCallbackBase(HorovodCallback):
 
     def _agree(self) -> None:
         """Refuse ranks with other settings, and let all count from where rank 0 is. Collective."""
-        process_set = self._distribution.process_set
-        settings = self._distribution.schedule.settings()
+        process_set = self._distribution.options.process_set
+        settings = self._distribution.options.schedule.settings()
         everyone = allgather_object(settings, "local_steps.agreement", process_set)
         check_alike(process_set.ranks or range(set_size(process_set)), everyone)
         counts = self._steps, self._local_steps
@@ -161,7 +162,7 @@ class LocalStepsCallbackBase(HorovodCallback):
 
     @property
     def _root(self) -> int:
-        ranks = self._distribution.process_set.ranks
+        ranks = self._distribution.options.process_set.ranks
         return ranks[0] if ranks else 0
 
     def _mirror_weights(self, model: Any) -> None:
@@ -176,11 +177,11 @@ class LocalStepsCallbackBase(HorovodCallback):
             layer = layers.setdefault(path.rpartition("/")[0] or path, len(layers))
             self._mirror[f"{layer}.{number}"] = mirrored
         named: list[Any] = [(name, tensor) for name, (_, tensor) in self._mirror.items()]
-        self._fragments = make_fragments(named, self._distribution.schedule)
+        self._fragments = make_fragments(named, self._distribution.options.schedule)
 
     def _begin(self) -> None:
         """Make where the root is, and its outer momentum, the beginning of all ranks."""
-        process_set = self._distribution.process_set
+        process_set = self._distribution.options.process_set
         is_new = self._saved is None or not any(each["anchors"] for each in self._saved)
         self._mirror_state()
         saved = broadcast_object(self._saved, self._root, "local_steps.progress", process_set)
@@ -201,12 +202,12 @@ class LocalStepsCallbackBase(HorovodCallback):
         if fragment.number == 0:
             self._mirror_state()
         self._read(self._mirror_of(fragment))
-        compression = torch_compression(self._distribution.compression)
-        exchanger = Exchanger(self._distribution.process_set, compression, None)
+        compression = torch_compression(self._distribution.options.compression)
+        exchanger = Exchanger(self._distribution.options.process_set, compression, None)
         fragment.start("local_steps", exchanger, self._others(fragment), delay)
 
     def _apply(self, fragment: Fragment) -> None:
-        schedule = self._distribution.schedule
+        schedule = self._distribution.options.schedule
         self._update(fragment, schedule.outer_sgd, schedule.local_share)
         fragment.start_at += schedule.steps
 
@@ -221,7 +222,7 @@ class LocalStepsCallbackBase(HorovodCallback):
 
     def _mirror_state(self) -> None:
         """Make tensors for the optimizer's state, if that is averaged."""
-        if self._distribution.schedule.average_state:
+        if self._distribution.options.schedule.average_state:
             variables = [
                 variable
                 for variable in optimizer_variables(self.model.optimizer)
@@ -287,8 +288,6 @@ def distribution_of(optimizer: Any) -> Distribution | None:
 
 def torch_compression(compression: Any) -> type[Compressor]:
     """Return the compressor for torch's tensors that does what a backend's own one does."""
-    if compression is None:
-        return NoneCompressor
     for ours in (FP16Compressor, BF16Compressor, NoneCompressor):
         if compression.__name__ == ours.__name__:
             return ours

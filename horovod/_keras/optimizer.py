@@ -1,4 +1,4 @@
-"""Makes Keras optimizers distributed, for the front ends' `DistributedOptimizer` and `load_model`.
+"""Makes Keras optimizers distributed: `DistributedOptimizer` of both front ends, and `load_model`.
 
 The distributed optimizer belongs to a class derived from that of the user's optimizer. It reduces
 gradients before they are clipped, accumulated or checked for overflow; see `keras3_optimizer` and
@@ -8,32 +8,117 @@ gradients before they are clipped, accumulated or checked for overflow; see `ker
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 from horovod._keras.distribution import Distribution
 from horovod._keras.flavour import backend_of, is_optimizer, is_tf_keras
 from horovod._keras.rebuild import derive_class, rebuild, take_over
 from horovod._keras.reduction import HostReduction
 from horovod.common.compression import NoneCompressor
-from horovod.common.local_steps import LocalSchedule
+from horovod.common.local_steps import OuterSGD
+from horovod.common.optimizer_options import OptimizerOptions
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
 
 
-def distribute(optimizer: Any, *, num_groups: int = 0, **arguments: Any) -> Any:
+def documented_as(other: Any) -> Callable[[Any], Any]:
+    """Return a decorator that gives a function the docstring of another, with the same arguments.
+
+    `docs/site/docstrings.py` does the same for the reference on the site.
+    """
+
+    def document(function: Any) -> Any:
+        function.__doc__ = other.__doc__
+        return function
+
+    return document
+
+
+def distribute(optimizer: Any, options: OptimizerOptions) -> Any:
+    """Return an optimizer like `optimizer` that uses the gradients of all ranks."""
+    return _make_distributed(optimizer, _distribution(optimizer, options), rebuild)
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = NoneCompressor,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+    local_steps: int | None = None,
+    outer: OuterSGD | None = None,
+    warmup_steps: int = 0,
+    average_state: bool = False,
+    fragments: int = 1,
+    delay: int = 0,
+    alpha: float | None = None,
+    within: ProcessSet | Literal["host"] | None = None,
+) -> Any:
     """Return an optimizer like `optimizer` that uses the gradients of all ranks.
 
-    `arguments` are the fields of `Distribution`.
+    Gradients are reduced before they are clipped or checked for overflow. A model saved with the
+    optimizer loads without Horovod. An optimizer that has been used is itself turned into the
+    distributed one and keeps its state; of others a copy is returned.
+
+    Args:
+        optimizer: An optimizer of Keras.
+        name: Name of the reductions; "DistributedOptimizer" by default.
+        device_dense: Accepted for compatibility.
+        device_sparse: Accepted for compatibility.
+        compression: How gradients are compressed on the way, such as `Compression.fp16`; not at all
+            by default.
+        sparse_as_dense: Whether to turn sparse gradients into dense ones; False by default.
+        gradient_predivide_factor: Divide gradients by this factor before the sum and by
+            `size / factor` after it; the result is still the average. 1.0 by default.
+        op: `Average` (the default) or `Sum`.
+        num_groups: Older form of `groups`.
+        groups: The number of groups in which gradients are reduced, or lists of variables that form
+            a group; None (the default) for a single group.
+        backward_passes_per_step: The number of passes whose gradients are added up before the ranks
+            exchange them and take a step; 1 by default.
+        average_aggregated_gradients: Whether to divide that sum by the number of passes; False by
+            default.
+        process_set: The ranks to reduce with; all ranks by default.
+        scale_local_gradients: Whether to divide the gradients of variables that were passed to
+            `register_local_var`, and so stay on their rank, by the number of ranks; True by
+            default.
+        local_steps: The number of steps that each rank takes with its own gradients before the
+            ranks synchronise their weights, for links that are slow; none by default. It needs
+            `hvd.callbacks.LocalStepsCallback()` in `fit`, without which steps stay ordinary ones.
+        outer: The outer optimizer, such as `hvd.OuterSGD(lr=0.7, momentum=0.9)`, which takes a step
+            with how far the ranks have moved (DiLoCo); None (the default) averages weights.
+        warmup_steps: The number of ordinary steps before the first local one; 0 by default.
+        average_state: Whether a synchronisation averages the optimizer's state too; False by
+            default.
+        fragments: The number of parts into which the model is divided by layers; they are
+            synchronised in turn, so that no step sends everything. 1 by default.
+        delay: The number of steps between sending a fragment and updating its weights, in which it
+            travels beside training (streaming DiLoCo); 0 by default.
+        alpha: What remains of a rank's own weights when a delayed fragment is updated; 0.5 by
+            default with `delay`, without which it makes no sense.
+        within: The process set of this rank's cluster, or `"host"` for the ranks of its host, whose
+            gradients are averaged in local steps; None (the default) for no clusters.
+
+    Returns:
+        An optimizer of a class derived from that of `optimizer`.
+
+    Raises:
+        ValueError: An argument is wrong, or the optimizer is distributed already.
+
+    Examples:
+        >>> model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size())))
     """
-    if num_groups:
-        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
-        if arguments.get("groups") is None:
-            arguments["groups"] = num_groups
-    distribution = Distribution(**arguments)
-    _check(optimizer)
-    return _make_distributed(optimizer, distribution, rebuild)
+    return distribute(optimizer, OptimizerOptions.from_arguments(locals()))
 
 
 def PartialDistributedOptimizer(
@@ -81,29 +166,13 @@ def PartialDistributedOptimizer(
     Raises:
         ValueError: An argument is wrong, or the optimizer is distributed already.
     """
-    distributed = distribute(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    distributed = distribute(optimizer, OptimizerOptions.from_arguments(locals()))
     return register_local_layers(distributed, local_layers)
 
 
-def distribute_in_place(optimizer: Any, **arguments: Any) -> Any:
+def distribute_in_place(optimizer: Any, options: OptimizerOptions) -> Any:
     """Turn this optimizer itself, with its state, into a distributed one, and return it."""
-    distribution = Distribution(**arguments)
-    _check(optimizer)
-    return _make_distributed(optimizer, distribution, take_over)
+    return _make_distributed(optimizer, _distribution(optimizer, options), take_over)
 
 
 def register_local_layers(optimizer: Any, layers: Any) -> Any:
@@ -124,8 +193,9 @@ def is_distributed(optimizer: Any) -> bool:
     return hasattr(type(optimizer), "_hvd") or hasattr(type(inner), "_hvd")
 
 
-def _check(optimizer: Any) -> None:
-    """Refuse objects that are not Keras optimizers, and optimizers that are distributed already."""
+def _distribution(optimizer: Any, options: OptimizerOptions) -> Distribution:
+    """Check the options, and that this is an optimizer of Keras that is not distributed yet."""
+    distribution = Distribution(options)
     if not is_optimizer(optimizer):
         raise ValueError(
             f"expected an optimizer of Keras, not {optimizer!r}; horovod.tensorflow and "
@@ -133,11 +203,12 @@ def _check(optimizer: Any) -> None:
         )
     if is_distributed(optimizer):
         raise ValueError("this optimizer is a DistributedOptimizer already")
+    return distribution
 
 
 def _make_distributed(optimizer: Any, distribution: Distribution, make: Any) -> Any:
     """Derive a class from the optimizer's and return `make(optimizer, derived_class)`."""
-    distribution.reduce = _make_reduction(distribution, backend_of(optimizer))
+    distribution.reduce = _make_reduction(distribution.options, backend_of(optimizer))
     if not is_tf_keras(optimizer):
         from horovod._keras.keras3_optimizer import Keras3Optimizer
 
@@ -159,32 +230,21 @@ def _make_distributed(optimizer: Any, distribution: Distribution, make: Any) -> 
 
 def reduction_among(process_set: ProcessSet, distribution: Distribution, optimizer: Any) -> Any:
     """Return what reduces gradients as the optimizer's distribution does, over other ranks."""
-    among = dataclasses.replace(distribution, process_set=process_set, schedule=LocalSchedule())
+    among = dataclasses.replace(distribution.options, process_set=process_set)
     reduction = _make_reduction(among, backend_of(optimizer))
     reduction._local = distribution.reduce._local  # the variables that are passed to register_local
     return reduction
 
 
-def _make_reduction(distribution: Distribution, backend: str) -> Any:
+def _make_reduction(options: OptimizerOptions, backend: str) -> Any:
     """Return the object that reduces the gradients of this backend."""
+    name = options.name or "DistributedOptimizer"
     if backend == "tensorflow":
-        from horovod.tensorflow.compression import Compression
         from horovod.tensorflow.reduced_gradients import OptimizerReduction
 
-        return OptimizerReduction(
-            op=distribution.op,
-            compression=distribution.compression or Compression.none,
-            sparse_as_dense=distribution.sparse_as_dense,
-            gradient_predivide_factor=distribution.gradient_predivide_factor,
-            groups=distribution.groups,
-            process_set=distribution.process_set,
-            scale_local_gradients=distribution.scale_local_gradients,
-            name=distribution.name or "DistributedOptimizer",
-            device_dense=distribution.device_dense,
-            device_sparse=distribution.device_sparse,
-        )
+        return OptimizerReduction(options, name)
     if backend == "jax":
         from horovod._keras.jax_reduction import JaxReduction
 
-        return JaxReduction(distribution)
-    return HostReduction(distribution)
+        return JaxReduction(options, name)
+    return HostReduction(options, name)

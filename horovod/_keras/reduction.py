@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from horovod._keras.distribution import Distribution
-from horovod.common.optimizer_arguments import predivide_factors
-from horovod.common.process_sets import ProcessSet
-from horovod.common.util import split_list
+from horovod.common.optimizer_options import OptimizerOptions
+from horovod.engine.arguments import has_no_peers
 from horovod.engine.runtime import runtime
 from horovod.torch.mpi_ops import grouped_allreduce_, grouped_allreduce_async_, synchronize
 
@@ -22,9 +20,9 @@ from horovod.torch.mpi_ops import grouped_allreduce_, grouped_allreduce_async_, 
 class HostReduction:
     """Reduces torch tensors in place: one grouped allreduce for a step, or one for each group."""
 
-    def __init__(self, distribution: Distribution) -> None:
-        self._distribution = distribution
-        self._name = distribution.name or "DistributedOptimizer"
+    def __init__(self, options: OptimizerOptions, name: str) -> None:
+        self._options = options
+        self._name = name
         self._local: dict[int, Any] = {}
 
     def register_local(self, variable: Any) -> None:
@@ -49,8 +47,8 @@ class HostReduction:
 
     def reduce(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         """Reduce the tensors in the list, and return the list."""
-        distribution = self._distribution
-        if has_no_peers(distribution.process_set):
+        options = self._options
+        if has_no_peers(options.process_set):
             runtime.statistics.end_step()
             return gradients
         indices = []
@@ -59,36 +57,30 @@ class HostReduction:
                 continue
             if id(variables[index]) not in self._local:
                 indices.append(index)
-            elif distribution.scale_local_gradients:
-                gradients[index] = gradient / (distribution.process_set.size() or 1)
-        groups = self._group_indices(indices, variables)
-        sent = [[self._compress(gradients[index]) for index in group] for group in groups]
+            elif options.scale_local_gradients:
+                gradients[index] = gradient / (options.process_set.size() or 1)
+        groups = options.divide(indices, variables)
+        compression = options.compression
+        sent = [[compression.compress(gradients[index]) for index in group] for group in groups]
         self._allreduce([[tensor for tensor, _ in group] for group in sent])
         for group, pairs in zip(groups, sent, strict=True):
             for index, (tensor, context) in zip(group, pairs, strict=True):
                 if tensor is not gradients[index]:
-                    gradients[index] = distribution.compression.decompress(tensor, context)
+                    gradients[index] = compression.decompress(tensor, context)
         runtime.statistics.end_step(len(groups))
         return gradients
 
-    def _compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        compression = self._distribution.compression
-        return (gradient, None) if compression is None else compression.compress(gradient)
-
     def _allreduce(self, groups: list[list[torch.Tensor]]) -> None:
-        distribution = self._distribution
-        prescale, postscale = predivide_factors(
-            distribution.gradient_predivide_factor, distribution.op
-        )
+        prescale, postscale = self._options.predivide_factors
 
         def start(function: Callable[..., Any], number: int) -> Any:
             return function(
                 groups[number],
                 name=f"{self._name}.{number}",
-                op=distribution.op,
+                op=self._options.op,
                 prescale_factor=prescale,
                 postscale_factor=postscale,
-                process_set=distribution.process_set,
+                process_set=self._options.process_set,
             )
 
         if len(groups) == 1:
@@ -96,21 +88,3 @@ class HostReduction:
             return
         for handle in [start(grouped_allreduce_async_, number) for number in range(len(groups))]:
             synchronize(handle)
-
-    def _group_indices(self, indices: list[int], variables: Sequence[Any]) -> list[list[int]]:
-        """Cut the indices of gradients into the groups that are reduced together."""
-        groups = self._distribution.groups
-        if groups is None or not indices:
-            return [indices] if indices else []
-        if isinstance(groups, int):
-            return split_list(indices, groups)
-        left = {id(variables[index]): index for index in indices}
-        chosen = [[left.pop(key) for key in map(id, group) if key in left] for group in groups]
-        return [group for group in chosen if group] + [[index] for index in left.values()]
-
-
-def has_no_peers(process_set: ProcessSet) -> bool:
-    """Return whether this rank has nobody to reduce with; False if that is not known yet."""
-    if not runtime.is_initialized() or process_set.size() is None:
-        return False
-    return process_set.size() == 1 or not process_set.included()

@@ -78,7 +78,7 @@ class TfKerasOptimizer:
     ) -> list[Any]:
         if self._hvd.is_local:
             return list(gradients)
-        if self._hvd.backward_passes_per_step == 1:
+        if self._hvd.options.backward_passes_per_step == 1:
             return list(self._hvd.reduce.reduce_unmarked(gradients, variables, done))
         if Done.ADDED_UP in done:
             return list(gradients)
@@ -128,12 +128,12 @@ class TfKerasOptimizer:
 
     def register_local_var(self, var: Any) -> None:
         """Do not reduce the gradient of the variable `var`."""
-        self._hvd.register_local(var)
+        self._hvd.reduce.register_local(var)
 
     @property
     def _agg_helper(self) -> _Sums | None:
         """The sums of the gradients of several passes, under the name that scripts use."""
-        return None if self._hvd.backward_passes_per_step == 1 else self._hvd_make_sums()
+        return None if self._hvd.options.backward_passes_per_step == 1 else self._hvd_make_sums()
 
     def _hvd_make_sums(self) -> _Sums:
         if self._hvd_sums is None:
@@ -146,7 +146,7 @@ class TfKerasOptimizer:
 
         The optimizer's `variables` do not contain them, because files shall not contain them.
         """
-        if self._hvd.backward_passes_per_step == 1:
+        if self._hvd.options.backward_passes_per_step == 1:
             return []
         return self._hvd_make_sums().variables(variables)
 
@@ -181,7 +181,7 @@ class _Sums:
 
         Zeros never overflow, so a loss scale optimizer accepts them.
         """
-        gradients = [to_dense(gradient, self._distribution) for gradient in gradients]
+        gradients = [to_dense(gradient, self._distribution.options) for gradient in gradients]
         indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
         totals = [self._total(gradients[index], variables[index]) for index in indices]
         added = [self._passes.assign_add(1, read_value=False)]
@@ -189,7 +189,7 @@ class _Sums:
             added.append(total.assign_add(gradients[index], read_value=False))
 
         def step() -> list[Any]:
-            divisor = self._distribution.pass_divisor
+            divisor = self._distribution.options.pass_divisor
             given = [total.read_value() / tf.cast(divisor, total.dtype) for total in totals]
             reduced = self._distribution.reduce.reduce_unmarked(
                 given, [variables[index] for index in indices], [done[index] for index in indices]
@@ -217,12 +217,12 @@ class _Sums:
     @property
     def counter(self) -> Any:
         """The number of passes that the next step has so far."""
-        return self._passes.read_value() % self._distribution.backward_passes_per_step
+        return self._passes.read_value() % self._distribution.options.backward_passes_per_step
 
     def is_complete(self) -> Any:
         """Return whether the last pass that was added completes a step."""
         passes = self._passes.read_value()
-        return tf.equal(passes % self._distribution.backward_passes_per_step, 0)
+        return tf.equal(passes % self._distribution.options.backward_passes_per_step, 0)
 
     def _total(self, gradient: Any, variable: Any) -> Any:
         """Return the variable with the sum of the gradients of `variable`, made if necessary."""

@@ -17,7 +17,8 @@ Where upstream's engine raises a RuntimeError for it, ours is both, so that scri
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 E = TypeVar("E", bound="HorovodInternalError")
@@ -107,10 +108,18 @@ class HorovodVersionMismatchError(ImportError):
 _OURS = re.compile(r"\b(?:HorovodInternalError|PeerLostError): (.*)")
 
 
-def error_in_text(error: BaseException) -> HorovodInternalError | None:
-    """Return our error that a framework's error has in its text; None if there is none.
+@contextmanager
+def raise_our_errors() -> Iterator[None]:
+    """Raise our error where a framework's error has it in its text.
 
     A step that a framework has compiled raises an error of the framework, with ours in the text.
     """
-    match = _OURS.search(str(error))
-    return None if match is None else HorovodInternalError(match[1])
+    try:
+        yield
+    except (HorovodInternalError, HostsUpdatedInterrupt):
+        raise
+    except Exception as error:
+        match = _OURS.search(str(error))
+        if match is None:
+            raise
+        raise HorovodInternalError(match[1]) from error

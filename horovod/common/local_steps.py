@@ -158,6 +158,9 @@ class LocalSchedule:
                 raise ValueError("alpha needs delay: without it there are no later steps to mix in")
 
 
+NO_LOCAL_STEPS = LocalSchedule()
+
+
 def check_count(name: str, value: Any, least: int) -> None:
     """Raise ValueError if the argument `name` is not a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

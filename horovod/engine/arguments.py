@@ -165,6 +165,13 @@ def set_id(process_set: ProcessSet) -> int:
     return process_set.process_set_id
 
 
+def has_no_peers(process_set: ProcessSet) -> bool:
+    """Return whether this rank has nobody to reduce with; False if that is not known yet."""
+    if not runtime.is_initialized() or process_set.size() is None:
+        return False
+    return process_set.size() == 1 or not process_set.included()
+
+
 def set_size(process_set: ProcessSet) -> int:
     """Return the number of ranks of a registered process set."""
     size = process_set.size()

@@ -79,9 +79,17 @@ def exchange_identities(topology: Topology, store: Store, config: Config) -> lis
             except TimeoutError:
                 raise HorovodInternalError(
                     f"rank {rank} did not call init() within {timeout:g} s "
-                    f"(HOROVOD_START_TIMEOUT): did it start, and did it fail before?"
+                    f"(HOROVOD_START_TIMEOUT): did it start, and did it fail before?",
+                    ranks=[rank],
                 ) from None
         store.set("identities", json.dumps(identities).encode())
         return identities
-    result: list[str] = json.loads(store.get("identities", timeout))
+    try:
+        result: list[str] = json.loads(store.get("identities", timeout))
+    except TimeoutError:
+        raise HorovodInternalError(
+            f"rank 0 did not say within {timeout:g} s (HOROVOD_START_TIMEOUT) that all ranks have "
+            f"called init(): it may wait for one that has not; look at its output first",
+            ranks=[0],
+        ) from None
     return result

@@ -21,7 +21,7 @@ from horovod.common import mpi
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.generations.generation import Generation
-from horovod.common.generations.loss_note import let_others_end
+from horovod.common.generations.loss_note import leave_note, let_others_end
 from horovod.common.generations.membership import membership
 from horovod.common.inherited import check_not_inherited, mark_process, unmark_process
 from horovod.common.logging import get_logger, set_rank
@@ -101,10 +101,14 @@ class Runtime(Submission):
             self._inits += 1
         # Every rank has initialised equally often, so nobody sees keys of an earlier job.
         store = PrefixStore(connection, f"init{self._inits}/")
-        identities = identity.exchange_identities(topology, store, config)
+        launched = list(comm) if isinstance(comm, Iterable) else []
+        try:
+            identities = identity.exchange_identities(topology, store, config)
+        except HorovodInternalError as error:
+            leave_note([launched[rank] for rank in error.ranks] if launched else error.ranks)
+            raise
         if not cross_is_known:
             topology = identity.with_cross(topology, identities)
-        launched = list(comm) if isinstance(comm, Iterable) else []
         if isinstance(connection, Generation):  # the numbers go on
             self.statistics.reform()
         else:

@@ -11,11 +11,7 @@ import jax.numpy as jnp
 import torch
 
 from horovod.common.elastic import ObjectState, State, run_fn
-from horovod.common.exceptions import (
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    error_in_text,
-)
+from horovod.common.exceptions import raise_our_errors
 from horovod.elastic.worker import this_worker
 from horovod.engine.runtime import runtime
 from horovod.jax.arrays import check_one_device, device_of, to_torch
@@ -49,15 +45,8 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
 
     @functools.wraps(func)
     def with_our_errors(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
+        with raise_our_errors():
             return func(state, *args, **kwargs)
-        except (HorovodInternalError, HostsUpdatedInterrupt):
-            raise
-        except Exception as error:  # a compiled step raises an error of JAX with our text
-            ours = error_in_text(error)
-            if ours is None:
-                raise
-            raise ours from error
 
     return run_fn(with_our_errors, _reset, this_worker)
 

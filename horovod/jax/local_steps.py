@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,14 +28,14 @@ from horovod.common.local_steps import (
     divide,
 )
 from horovod.common.logging import get_logger
-from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.optimizer_options import OptimizerOptions
+from horovod.common.process_sets import global_process_set
 from horovod.engine.runtime import runtime
 from horovod.jax.arrays import is_tracer
 from horovod.jax.call import Phase
-from horovod.jax.compression import Compressor
 from horovod.jax.functions import allgather_object
 from horovod.jax.movements import broadcast
-from horovod.jax.reductions import average_in_phase
+from horovod.jax.reductions import average_in_phase, reduce_gradients
 from horovod.torch.optimizers.local_steps import set_of_this_host
 
 
@@ -212,29 +213,18 @@ _num_optimizers = 0  # of this process whose ranks have agreed on their settings
 _owners = itertools.count()  # of exchanges that are under way in this process
 
 
-def make_optimizer(
-    inner: Any,
-    schedule: LocalSchedule,
-    reduction: Callable[[ProcessSet], Callable[[Any], Any]],
-    name: str | None,
-    compression: type[Compressor],
-    process_set: ProcessSet,
-) -> LocalStepsOptimizer:
+def make_optimizer(inner: Any, options: OptimizerOptions) -> LocalStepsOptimizer:
     """Make the transformation. Collective, except in elastic jobs.
 
     Args:
         inner: The wrapped transformation, which accepts extra arguments.
-        schedule: The arguments of local steps, checked.
-        reduction: Makes what averages gradients over a process set: over all ranks in the steps of
-            the warm-up, over those of a cluster in local steps.
-        name: Name of the exchanges; the ranks match them by the order of their calls if None.
-        compression: How what is exchanged is compressed.
-        process_set: The ranks that synchronise.
+        options: The arguments of `DistributedOptimizer`, checked.
 
     Returns:
         The transformation.
     """
     global _num_optimizers
+    schedule, process_set = options.schedule, options.process_set
     takes_part = process_set is global_process_set or process_set.included() is not False
     if takes_part and runtime.is_initialized() and not runtime.is_elastic():
         mine = _num_optimizers, schedule.settings()
@@ -242,14 +232,15 @@ def make_optimizer(
         ranks = process_set.ranks or range(len(everyone))
         check_alike(ranks, [settings for _, settings in everyone])
         _num_optimizers = max(number for number, _ in everyone) + 1
-    reduce = reduction(process_set)
+    reduce = partial(reduce_gradients, options=options)  # in the steps of the warm-up
     reduce_near: Callable[[Any], Any] = _same
     if schedule.within is not None:
-        reduce_near = reduction(set_of_this_host() if schedule.within == HOST else schedule.within)
+        cluster = set_of_this_host() if schedule.within == HOST else schedule.within
+        reduce_near = partial(reduce_gradients, options=replace(options, process_set=cluster))
     # A name of its own for each optimizer, since what is delayed travels beside everything else.
     # Elastic jobs cannot agree on a number here: who joins later has made fewer of them.
     suffix = "" if runtime.is_initialized() and runtime.is_elastic() else f".{_num_optimizers}"
-    label = f"local_steps{suffix}" if name is None else f"{name}.local_steps"
+    label = f"local_steps{suffix}" if options.name is None else f"{options.name}.local_steps"
     owner = next(_owners)
     warmup = schedule.warmup_steps
 
@@ -282,7 +273,9 @@ def make_optimizer(
         arrays, structure = jax.tree.flatten(outgoing)
         exchange = f"{label}.{fragment.number}"
         numbers = jnp.array([owner, number], jnp.int32)
-        averages = average_in_phase(arrays, numbers, exchange, compression, process_set, phase)
+        averages = average_in_phase(
+            arrays, numbers, exchange, options.compression, process_set, phase
+        )
         return jax.tree.unflatten(structure, averages)
 
     def share_anchor(anchor: Any) -> Any:

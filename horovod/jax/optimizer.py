@@ -12,11 +12,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from horovod.common.local_steps import LocalSchedule, OuterSGD
-from horovod.common.optimizer_arguments import check_passes, predivide_factors
+from horovod.common.local_steps import OuterSGD
+from horovod.common.optimizer_options import OptimizerOptions
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp, Sum
-from horovod.common.util import resolve_reduce_op
 from horovod.jax.arrays import is_tracer
 from horovod.jax.compression import Compression, Compressor
 from horovod.jax.reductions import reduce_gradients
@@ -108,27 +107,20 @@ def DistributedOptimizer(
             f"optimizer must be an optax transformation, such as optax.sgd(0.1), not "
             f"{type(optimizer).__name__}"
         )
-    passes = backward_passes_per_step
-    check_passes(passes)
-    schedule = LocalSchedule(
-        local_steps, outer, warmup_steps, average_state, fragments, delay, alpha, within
-    )
-    is_local = schedule.check()
-    if is_local and passes != 1:
-        raise ValueError(
-            "local_steps does not go with backward_passes_per_step: wrap optimizer in "
-            "optax.MultiSteps to accumulate gradients"
-        )
-    if is_local and op is not Average:
-        raise ValueError("local_steps averages models: leave op at hvd.Average")
-    reduction = functools.partial(_reduction, name, compression, op, gradient_predivide_factor)
-    reduce = reduction(process_set)
+    options = OptimizerOptions.from_arguments(locals()).checked(Average, Sum, Adasum)
+    passes = options.backward_passes_per_step
     inner = optax.with_extra_args_support(optimizer)
-    if is_local:
+    if local_steps is not None:
         from horovod.jax.local_steps import make_optimizer  # needs optax
 
+        if passes != 1:
+            raise ValueError(
+                "local_steps does not go with backward_passes_per_step: wrap optimizer in "
+                "optax.MultiSteps to accumulate gradients"
+            )
         check_within(within, process_set)
-        return make_optimizer(inner, schedule, reduction, name, compression, process_set)
+        return make_optimizer(inner, options)
+    reduce = functools.partial(reduce_gradients, options=options)
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> Any:
         return inner.update(reduce(gradients), state, params, **extra)
@@ -150,8 +142,7 @@ def DistributedOptimizer(
         sums = jax.tree.map(jnp.add, state.sums, gradients)
 
         def last(_: None) -> tuple[Any, AccumulationState]:
-            divisor = passes if average_aggregated_gradients else 1
-            given = jax.tree.map(lambda total: total / divisor, sums)
+            given = jax.tree.map(lambda total: total / options.pass_divisor, sums)
             updates, new = step(given, state.inner, params, extra)
             zeros = jax.tree.map(jnp.zeros_like, sums)  # multiplying by zero would keep NaN
             return updates, AccumulationState(jnp.zeros_like(count), zeros, new)
@@ -209,7 +200,7 @@ def value_and_grad(
         ValueError: An argument is wrong.
     """
     local = jax.value_and_grad(fun, argnums, has_aux, **options)
-    reduce = _reduction(name, compression, op, gradient_predivide_factor, process_set)
+    reduce = _reduction(locals())
 
     @functools.wraps(fun)
     def distributed(*args: Any, **kwargs: Any) -> Any:
@@ -260,7 +251,7 @@ def grad(
         ValueError: An argument is wrong.
     """
     local = jax.grad(fun, argnums, has_aux, **options)
-    reduce = _reduction(name, compression, op, gradient_predivide_factor, process_set)
+    reduce = _reduction(locals())
 
     @functools.wraps(fun)
     def distributed(*args: Any, **kwargs: Any) -> Any:
@@ -270,22 +261,7 @@ def grad(
     return distributed
 
 
-def _reduction(
-    name: str | None,
-    compression: type[Compressor],
-    op: ReduceOp,
-    predivide: float,
-    process_set: ProcessSet,
-) -> Callable[[Any], Any]:
-    """Return a function that reduces a tree of gradients; ranks outside the set keep theirs."""
-    op = resolve_reduce_op(op, None)
-    if op not in (Average, Sum, Adasum):
-        raise ValueError(f"gradients take op=Average, op=Sum or op=Adasum, not {op!r}")
-    factors = predivide_factors(predivide, op)
-
-    def reduce(gradients: Any) -> Any:
-        if process_set is not global_process_set and process_set.included() is False:
-            return gradients
-        return reduce_gradients(gradients, name, compression, op, factors, process_set)
-
-    return reduce
+def _reduction(arguments: dict[str, Any]) -> Callable[[Any], Any]:
+    """Return what reduces a tree of gradients, with the arguments of a public function."""
+    options = OptimizerOptions.from_arguments(arguments).checked(Average, Sum, Adasum)
+    return functools.partial(reduce_gradients, options=options)

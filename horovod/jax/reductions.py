@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from horovod.common.optimizer_options import OptimizerOptions
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
 from horovod.common.util import resolve_reduce_op
@@ -63,22 +64,20 @@ def allreduce(
         >>> sums = hvd.allreduce({"hits": hits, "rows": rows}, op=hvd.Sum)
     """
     leaves = flatten(tensor)
-    call = _call(leaves, name, op, average, prescale_factor, postscale_factor, process_set)
+    op = resolve_reduce_op(op, average)
+    call = make_call("allreduce", leaves, name, op, process_set, prescale_factor, postscale_factor)
     return _reduce_tree(call, leaves, compression)
 
 
-def reduce_gradients(
-    gradients: Any,
-    name: str | None,
-    compression: type[Compressor],
-    op: ReduceOp,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-) -> Any:
-    """Reduce the tree of a step's gradients, with factors before and after the sum."""
+def reduce_gradients(gradients: Any, options: OptimizerOptions) -> Any:
+    """Reduce the tree of a step's gradients; ranks outside the process set keep theirs."""
+    process_set = options.process_set
+    if process_set is not global_process_set and process_set.included() is False:
+        return gradients
     leaves = flatten(gradients)
-    call = _call(leaves, name, op, None, *factors, process_set)
-    return _reduce_tree(dataclasses.replace(call, ends_step=True), leaves, compression)
+    factors = options.predivide_factors
+    call = make_call("allreduce", leaves, options.name, options.op, process_set, *factors)
+    return _reduce_tree(dataclasses.replace(call, ends_step=True), leaves, options.compression)
 
 
 def average_in_phase(
@@ -104,7 +103,7 @@ def average_in_phase(
         The arrays themselves from the start, their averages otherwise.
     """
     leaves = flatten(arrays)
-    call = _call(leaves, name, Average, None, 1.0, 1.0, process_set)
+    call = make_call("allreduce", leaves, name, Average, process_set)
     if phase == "whole":
         return list(_reduce_tree(call, leaves, compression))
     pairs = [compression.compress(array) for array in leaves.arrays]
@@ -149,7 +148,8 @@ def allreduce_async(
         ValueError: This rank passed a wrong argument; nothing was sent.
     """
     leaves = flatten(tensor)
-    call = _call(leaves, name, op, average, prescale_factor, postscale_factor, process_set)
+    op = resolve_reduce_op(op, average)
+    call = make_call("allreduce", leaves, name, op, process_set, prescale_factor, postscale_factor)
     if not leaves.arrays:
         raise ValueError("there is no array in the tree")
     return dispatch.start(call, leaves.arrays, leaves.rebuild)
@@ -281,18 +281,19 @@ def check_group(tensors: Any) -> list[Any]:
     return group
 
 
-def _call(
+def make_call(
+    kind: str,
     leaves: Leaves,
     name: str | None,
-    op: ReduceOp | None,
-    average: bool | None,
-    prescale_factor: float,
-    postscale_factor: float,
+    op: ReduceOp,
     process_set: ProcessSet,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> Call:
-    op = resolve_reduce_op(op, average)
+    """Return the record of a call that reduces; ValueError if an array cannot be reduced."""
+    op = resolve_reduce_op(op, None)
     reduction = Reduction(op, float(prescale_factor), float(postscale_factor))
-    call = Call.of("allreduce", process_set, name=name, reduction=reduction, labels=leaves.labels)
+    call = Call.of(kind, process_set, name=name, reduction=reduction, labels=leaves.labels)
     check_types(call, leaves.arrays)
     return call
 

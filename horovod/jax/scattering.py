@@ -11,15 +11,14 @@ import jax
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
-from horovod.common.util import resolve_reduce_op
 from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
 from horovod.jax.call import Call
 from horovod.jax.compiled import dispatch
 from horovod.jax.compression import Compression, Compressor
 from horovod.jax.derivatives import backward, for_floats, make_row_markers, row_counts
-from horovod.jax.reductions import check_group, check_types
-from horovod.jax.trees import Leaves, flatten
+from horovod.jax.reductions import check_group, make_call
+from horovod.jax.trees import flatten
 
 
 def reducescatter(
@@ -60,7 +59,9 @@ def reducescatter(
         >>> own_rows = hvd.reducescatter(gradient, op=hvd.Sum, name="gradient")
     """
     leaves = flatten(tensor)
-    call = _scatter_call(leaves, name, op, process_set, prescale_factor, postscale_factor)
+    call = make_call(
+        "reducescatter", leaves, name, op, process_set, prescale_factor, postscale_factor
+    )
     pairs = [compression.compress(array) for array in leaves.arrays]
     scattered = _scatter(call, [array for array, _ in pairs]) if pairs else []
     return leaves.rebuild(
@@ -99,7 +100,9 @@ def reducescatter_async(
         ValueError: This rank passed a wrong argument; nothing was sent.
     """
     leaves = flatten(tensor)
-    call = _scatter_call(leaves, name, op, process_set, prescale_factor, postscale_factor)
+    call = make_call(
+        "reducescatter", leaves, name, op, process_set, prescale_factor, postscale_factor
+    )
     return dispatch.start(call, leaves.arrays, leaves.rebuild)
 
 
@@ -167,23 +170,6 @@ def grouped_reducescatter_async(
     """
     group = check_group(tensors)
     return reducescatter_async(group, name, op, process_set, prescale_factor, postscale_factor)
-
-
-def _scatter_call(
-    leaves: Leaves,
-    name: str | None,
-    op: ReduceOp,
-    process_set: ProcessSet,
-    prescale_factor: float,
-    postscale_factor: float,
-) -> Call:
-    op = resolve_reduce_op(op, None)
-    reduction = Reduction(op, float(prescale_factor), float(postscale_factor))
-    call = Call.of(
-        "reducescatter", process_set, name=name, reduction=reduction, labels=leaves.labels
-    )
-    check_types(call, leaves.arrays)
-    return call
 
 
 def _share(array: Any, rank: int, size: int) -> tuple[int, ...]:

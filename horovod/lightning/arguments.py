@@ -5,15 +5,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from horovod.lightning.current_device import current_accelerator
 from horovod.lightning.flavours import Flavour
-from horovod.lightning.options import Options
-
-# The options that mean the same to every strategy of ours. The others are objects of Lightning.
-_SHARED_OPTIONS = {"join", *(field.name for field in dataclasses.fields(Options))}
 
 
 def resolve_arguments(
@@ -31,8 +26,7 @@ def resolve_arguments(
         # options, so an equal one is made. A strategy of the right class stays the same object,
         # because the program may hold a reference to it.
         if not isinstance(strategy, kind):
-            given = strategy.given_arguments
-            strategy = kind(**{k: v for k, v in given.items() if k in _SHARED_OPTIONS})
+            strategy = kind(**strategy.given_arguments)
     elif str(strategy).lower() in ("horovod", "auto"):
         # Pass an object instead of the name: with a name Lightning would look for the launcher, and
         # that look starts MPI in a process that has mpi4py.

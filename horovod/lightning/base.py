@@ -16,9 +16,9 @@ from horovod.lightning.collectives import Collectives
 from horovod.lightning.environment import environment_class
 from horovod.lightning.flavours import Flavour
 from horovod.lightning.optimizers import Optimizers
-from horovod.lightning.options import Options
 from horovod.torch.compression import Compression, Compressor
 from horovod.torch.hooks.base import CommunicationHook
+from horovod.torch.optimizers.options import TorchOptions
 
 # Precision plugins of strategies that spread one model over several devices.
 _FOREIGN_PRECISION = ("FSDPPrecision", "DeepSpeedPrecision", "XLAPrecision")
@@ -66,31 +66,16 @@ class HorovodBase(Collectives):
 
         The docstring of `TrainerStrategy` explains each of them.
         """
+        # Those that mean the same to every strategy of ours. The others are objects of Lightning.
+        self.given_arguments = {
+            name: value
+            for name, value in locals().items()
+            if name not in ("self", "lightning", "__class__")
+        }
         unknown = sorted(set(lightning) - _LIGHTNING_OPTIONS - {self.precision_argument})
         if unknown:
             raise TypeError(f"{type(self).__name__} has no option {', '.join(unknown)}")
-        self._options = Options(
-            compression=compression,
-            backward_passes_per_step=backward_passes_per_step,
-            op=op,
-            gradient_predivide_factor=gradient_predivide_factor,
-            num_groups=num_groups,
-            groups=groups,
-            sparse_as_dense=sparse_as_dense,
-            process_set=process_set,
-            shard_state=shard_state,
-            communication_hook=communication_hook,
-            local_steps=local_steps,
-            outer=outer,
-            warmup_steps=warmup_steps,
-            average_state=average_state,
-            fragments=fragments,
-            delay=delay,
-            alpha=alpha,
-            within=within,
-        )
-        # Kept so that an equal strategy can be made for the other package of Lightning.
-        self.given_arguments = {**vars(self._options), "join": join, **lightning}
+        self._options = TorchOptions.from_arguments(self.given_arguments)
         self.process_set = process_set
         self.join = join
         if join and process_set is not global_process_set:

@@ -8,27 +8,30 @@ use this module.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import horovod.torch as hvd
 from horovod.common.reduce_op import Adasum, Max
-from horovod.lightning.options import Options
 from horovod.torch.gradients.buckets import Named
+from horovod.torch.optimizer import distribute
 from horovod.torch.optimizers import reducing
 from horovod.torch.optimizers.local import LocalStepsOptimizer
+from horovod.torch.optimizers.options import TorchOptions
 from horovod.torch.optimizers.wrapping import share_groups
 
 
 class Optimizers:
     """The optimizers of a strategy, each wrapped in a DistributedOptimizer."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: TorchOptions) -> None:
         self._options = options
         self._wrapped: list[Any] = []
         self._originals: list[Any] = []  # in the same order; the program's schedulers refer to them
@@ -36,8 +39,24 @@ class Optimizers:
         self._is_blocked = False
 
     def wrap(self, optimizer: Any, named: Iterable[Named], passes: int) -> Any:
-        """Wrap an optimizer and keep track of it. Collective."""
-        wrapped = self._options.wrap_optimizer(optimizer, named, passes)
+        """Wrap an optimizer, unless the script has done so, and keep track of it. Collective."""
+        wrapped = optimizer
+        if not isinstance(optimizer, reducing.ReducingOptimizer):
+            names = {id(param): name for name, param in named}
+            params = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+            options = replace(
+                self._options,
+                # Parameters that do not belong to the module have no name there.
+                named_parameters=[
+                    (names.get(id(param), f"parameter.{number}"), param)
+                    for number, param in enumerate(params)
+                ],
+                backward_passes_per_step=passes,
+                groups=_groups_among(self._options.groups, params),
+                # A hook keeps the state of one optimizer; a program may have several, or fit again.
+                communication_hook=copy.deepcopy(self._options.communication_hook),
+            )
+            wrapped = distribute(optimizer, options)
         self._wrapped.append(wrapped)
         self._originals.append(optimizer)
         return wrapped
@@ -151,6 +170,15 @@ class Optimizers:
             return loss
         mine = torch.as_tensor(loss).detach()
         return hvd.allreduce(mine, op=self._options.op, process_set=self._options.process_set)
+
+
+def _groups_among(groups: Any, params: Iterable[torch.Tensor]) -> Any:
+    """Return the groups reduced to these parameters, without those that become empty."""
+    if not isinstance(groups, (list, tuple)):
+        return groups
+    known = {id(param) for param in params}
+    kept = [[param for param in group if id(param) in known] for group in groups]
+    return [group for group in kept if group]
 
 
 def _track_steps(optimizer: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import mxnet as mx
 
-from horovod.common.optimizer_arguments import predivide_factors
+from horovod.common.optimizer_options import OptimizerOptions
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average
 from horovod.common.util import split_list
@@ -23,21 +23,23 @@ from horovod.mxnet.arrays import mxnet_errors
 from horovod.mxnet.compression import Compression, Compressor
 
 
-def _check_arguments(gradient_predivide_factor: float, num_groups: int) -> Reduction:
-    """Return the reduction of gradients; ValueError if an argument is wrong."""
+def _options(arguments: dict[str, Any]) -> OptimizerOptions:
+    """Return the options that the `locals()` of a constructor are; ValueError if one is wrong.
+
+    `num_groups` is none of them: in MXNet it is not deprecated, and 0 has a meaning of its own.
+    """
+    num_groups = arguments["num_groups"]
     if num_groups < 0:
         raise ValueError(f"num_groups must not be negative, not {num_groups!r}")
-    return Reduction(Average, *predivide_factors(gradient_predivide_factor, Average))
+    return OptimizerOptions.from_arguments({**arguments, "num_groups": 0}).checked(Average)
 
 
-def _average(
-    groups: Sequence[tuple[str, list[Any]]],
-    reduction: Reduction,
-    process_set: ProcessSet,
-) -> None:
+def _average(groups: Sequence[tuple[str, list[Any]]], options: OptimizerOptions) -> None:
     """Average arrays in place, with one operation for each named group, all in flight together."""
+    process_set = options.process_set
     if process_set.size() == 1 or process_set.included() is False:
         return
+    reduction = Reduction(options.op, *options.predivide_factors)
     with mxnet_errors():
         started = [start_allreduce(arrays, name, reduction, process_set) for name, arrays in groups]
         wait_for_all(started)
@@ -73,9 +75,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         process_set: ProcessSet = global_process_set,
     ) -> None:
         self._optimizer = optimizer
-        self._reduction = _check_arguments(gradient_predivide_factor, num_groups)
+        self._options = _options(locals())
         self._num_groups = num_groups
-        self._process_set = process_set
         self._counted_updates = optimizer.num_update  # those that the statistics have counted
 
     def __getattr__(self, name: str) -> Any:
@@ -164,7 +165,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
     def _reduce(self, index: Any, grad: Any) -> None:
         """Average one gradient, or a list of them in groups."""
         if not isinstance(index, (tuple, list)):
-            _average([(str(index), [grad])], self._reduction, self._process_set)
+            _average([(str(index), [grad])], self._options)
             return
         pairs = list(zip(index, grad, strict=True))
         parts = split_list(pairs, self._num_groups) if self._num_groups else [[p] for p in pairs]
@@ -176,7 +177,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
             for part in parts
             if part
         ]
-        _average(groups, self._reduction, self._process_set)
+        _average(groups, self._options)
 
 
 class DistributedTrainer(mx.gluon.Trainer):
@@ -228,11 +229,9 @@ class DistributedTrainer(mx.gluon.Trainer):
                 stacklevel=2,
             )
             optimizer = optimizer._optimizer
-        self._reduction = _check_arguments(gradient_predivide_factor, num_groups)
-        self._compression = compression
-        self._prefix = prefix or ""
+        self._options = _options(locals())
         self._num_groups = num_groups
-        self._process_set = process_set
+        self._prefix = prefix or ""
         super().__init__(
             _sorted_parameters(params), optimizer, optimizer_params=optimizer_params, kvstore=None
         )
@@ -243,12 +242,12 @@ class DistributedTrainer(mx.gluon.Trainer):
             if parameter.grad_req == "null":
                 continue
             (gradient,) = _check_one_device(parameter.list_grad(), parameter.name)
-            sent.append((index, gradient, *self._compression.compress(gradient)))
+            sent.append((index, gradient, *self._options.compression.compress(gradient)))
         groups = self._groups(sent)
-        _average(groups, self._reduction, self._process_set)
+        _average(groups, self._options)
         for _, gradient, array, context in sent:
             if array is not gradient:
-                self._compression.decompress(array, context).copyto(gradient)
+                self._options.compression.decompress(array, context).copyto(gradient)
         runtime.statistics.end_step(len(groups))
 
     def _groups(self, sent: Sequence[tuple[int, Any, Any, Any]]) -> list[tuple[str, list[Any]]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod.common.optimizer_arguments import check_passes
+from horovod.common.optimizer_options import check_passes
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.tensorflow.gradients import as_list, scale_down, variable_key
 from horovod.tensorflow.ops.bridge import without_autograph

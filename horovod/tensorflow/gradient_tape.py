@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.common.optimizer_options import OptimizerOptions
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
 from horovod.tensorflow.compression import Compression
@@ -128,28 +129,7 @@ def DistributedGradientTape(
         >>> with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
         ...     loss = loss_of(model(images), labels)
     """
-    if not isinstance(gradtape, tf.GradientTape):
-        raise ValueError(f"gradtape must be a tf.GradientTape, not {type(gradtape).__name__}")
-    if isinstance(gradtape, _Distributed):
-        raise ValueError("this tape is a DistributedGradientTape already")
-    tape_class: Any = type(gradtape)
-    tape: Any = object.__new__(_distributed_class(tape_class))
-    tape.__dict__ = gradtape.__dict__
-    tape._plain = gradtape
-    tape._reduction = GradientReduction(
-        op=op,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-        name="DistributedGradientTape",
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-    )
-    return tape
+    return _distributed_tape(gradtape, OptimizerOptions.from_arguments(locals()))
 
 
 @without_autograph
@@ -189,20 +169,21 @@ def PartialDistributedGradientTape(
     for layer in local_layers:
         if not hasattr(layer, "trainable_weights"):
             raise ValueError(f"local_layers must be Keras layers, not {type(layer).__name__}")
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    tape = _distributed_tape(gradtape, OptimizerOptions.from_arguments(locals()))
     for layer in local_layers:
         for weight in layer.trainable_weights:
             tape.register_local_source(weight)
+    return tape
+
+
+def _distributed_tape(gradtape: tf.GradientTape, options: OptimizerOptions) -> Any:
+    if not isinstance(gradtape, tf.GradientTape):
+        raise ValueError(f"gradtape must be a tf.GradientTape, not {type(gradtape).__name__}")
+    if isinstance(gradtape, _Distributed):
+        raise ValueError("this tape is a DistributedGradientTape already")
+    tape_class: Any = type(gradtape)
+    tape: Any = object.__new__(_distributed_class(tape_class))
+    tape.__dict__ = gradtape.__dict__
+    tape._plain = gradtape
+    tape._reduction = GradientReduction(options.checked(), "DistributedGradientTape")
     return tape

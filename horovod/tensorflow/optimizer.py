@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod.common.optimizer_arguments import check_passes
+from horovod.common.optimizer_options import OptimizerOptions
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp
 from horovod.engine.runtime import runtime
@@ -72,44 +72,18 @@ def DistributedOptimizer(
         ValueError: An argument is wrong.
         NotImplementedError: `op` is `Adasum` and there is a process set.
     """
+    options = OptimizerOptions.from_arguments(locals())
     if op == Adasum and average_aggregated_gradients:
         raise ValueError("op=Adasum does not go with average_aggregated_gradients=True")
-    check_passes(backward_passes_per_step)
     is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
     if not is_v1 and op == Adasum:
         raise ValueError("op=Adasum needs a tf.compat.v1 optimizer; Keras optimizers take others")
     if not is_v1:
-        from horovod.tensorflow import keras
+        from horovod.tensorflow import keras  # it loads Keras, which v1 optimizers do without
 
-        return keras.DistributedOptimizer(
-            optimizer,
-            name=name,
-            device_dense=device_dense,
-            device_sparse=device_sparse,
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-            gradient_predivide_factor=gradient_predivide_factor,
-            op=op,
-            backward_passes_per_step=backward_passes_per_step,
-            average_aggregated_gradients=average_aggregated_gradients,
-            num_groups=num_groups,
-            groups=groups,
-            process_set=process_set,
-            scale_local_gradients=scale_local_gradients,
-        )
-    reduction = GradientReduction(
-        op=op,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-        name=wire_name(name or f"Distributed{type(optimizer).__name__}"),
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-    )
+        return keras.distribute(optimizer, options)
+    shown_name = name or f"Distributed{type(optimizer).__name__}"
+    reduction = GradientReduction(options.checked(), wire_name(shown_name))
     if op == Adasum:
         if process_set is not global_process_set:
             raise NotImplementedError("op=Adasum works on the global process set only")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,8 +16,7 @@ from horovod.torch.compression import Compression, Compressor
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.hooks.base import CommunicationHook
 from horovod.torch.optimizers.checks import check_options
-from horovod.torch.optimizers.local_steps import LocalSteps
-from horovod.torch.optimizers.options import OptimizerOptions
+from horovod.torch.optimizers.options import TorchOptions
 from horovod.torch.optimizers.wrapping import new_optimizer
 
 if TYPE_CHECKING:
@@ -107,36 +104,14 @@ def DistributedOptimizer(
         >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         >>> loss.backward(); optimizer.step()
     """
+    return distribute(optimizer, TorchOptions.from_arguments(locals()))
+
+
+def distribute(optimizer: torch.optim.Optimizer, options: TorchOptions) -> Any:
+    """Wrap `optimizer` as `DistributedOptimizer` does with these options."""
     # Not before: it loads torch's compiler, as whoever made the optimizer has.
     from horovod.torch.optimizers.reducing import ReducingOptimizer
 
-    if num_groups:
-        warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=2)
-        groups = groups if groups is not None else num_groups
-    options = OptimizerOptions(
-        named_parameters=named_parameters,
-        compression=compression,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-        shard_state=shard_state,
-        communication_hook=communication_hook,
-        overlap_forward=overlap_forward,
-        local_steps=LocalSteps(
-            local_steps=local_steps,
-            outer=outer,
-            warmup_steps=warmup_steps,
-            average_state=average_state,
-            average_buffers=average_buffers,
-            fragments=fragments,
-            delay=delay,
-            alpha=alpha,
-            within=within,
-        ),
-    )
     problem = None
     if isinstance(optimizer, ReducingOptimizer):
         problem = ValueError("the optimizer is a DistributedOptimizer already: wrap it once")
@@ -145,13 +120,13 @@ def DistributedOptimizer(
     # A scheduler made before wraps the old object's step(), which must not shadow ours.
     wrapped.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "step"})
     wrapped._original = weakref.ref(optimizer)
-    wrapped._configure(replace(options, op=ReduceOp(op)), *checked)
+    wrapped._configure(*checked)
     return wrapped
 
 
-def _mixin(options: OptimizerOptions) -> type[ReducingOptimizer]:
+def _mixin(options: TorchOptions) -> type[ReducingOptimizer]:
     """Return the class that does what these options ask for."""
-    if options.local_steps.local_steps is not None:
+    if options.schedule.local_steps is not None:
         from horovod.torch.optimizers.local import LocalStepsOptimizer  # few need it
 
         return LocalStepsOptimizer

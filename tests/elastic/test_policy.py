@@ -384,3 +384,21 @@ def test_who_ends_before_others_are_started_does_not_end_the_job():
         {"number": 1},
     ):
         assert make_plan(moment(ended, **change), limits).ending is not None
+
+
+def test_a_member_that_has_not_trained_takes_a_slot_that_became_free():
+    """It has not learned its local rank: alone on its host it begins with 0, and keeps that."""
+    waiting = dataclasses.replace(member(2, joined=2), index=1)
+    members = [member(0, "b"), member(1, "b"), waiting]
+    job = running(*members, number=2, is_formed=False, last_formed=1, decision_requested=True)
+    assert slots_on_a(job) == {2: 0}
+    assert slots_on_a(moment(job, last_formed=2)) == {2: 1}, "it has a local rank by now"
+    ready = dataclasses.replace(new(3, ready_at=99.0), index=0)
+    both = slots_on_a(moment(job, workers=[*members, ready]))
+    assert sorted(both.values()) == [0, 1], "never the same"
+
+
+def slots_on_a(job: JobState) -> dict[int, int]:
+    proposal = make_plan(job, LIMITS).proposal
+    assert proposal is not None
+    return {worker.number: worker.index for worker in proposal.members if worker.host == "a"}

@@ -214,7 +214,7 @@ def expected(end: str) -> tuple[int, bool]:
 def problem_of(done: subprocess.CompletedProcess[str], kind: str, end: str) -> str:
     """What is wrong with how a job ended; nothing if all is well."""
     status, named = expected(end)
-    if kind == "pending" and not named and "left the job early" in done.stderr:
+    if kind == "pending" and not named and "in vain" in done.stderr:
         status = 1  # a rank that waits for nothing may be gone before the other has submitted
     strange = STRANGE.search(done.stderr)
     if strange:

@@ -1,6 +1,6 @@
 """A rank fails while the others wait for it: the job names it, not one of the others.
 
-Some tests start ranks as users do; those of the others are forked, which takes less time.
+One test starts ranks as users do; those of the others are forked, which takes less time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from tests.forked_python import forked_python
 from tests.runner.horovodrun import run
 
 BIN = Path(sys.executable).parent
-ALONE = [sys.executable, FILE]
 MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -46,7 +45,7 @@ def check(code: int, stderr: str, way: str, *, late: bool) -> None:
 
 
 def test_over_shared_memory(tmp_path: Path):
-    done = run("-np", "3", *ALONE, "raise", str(tmp_path), patient=True)
+    done = run("-np", "3", sys.executable, FILE, "raise", str(tmp_path), patient=True)
     check(done.returncode, done.stderr, "raise", late=True)
 
 
@@ -72,7 +71,8 @@ def test_over_shared_memory_inside_hosts_and_tcp_between_them(way: str, tmp_path
 
 
 def test_in_an_elastic_job_that_does_not_recover(tmp_path: Path):
-    done = run("-np", "2", "-H", "localhost:2", "--min-np", "2", *ALONE, "raise", str(tmp_path))
+    forked = [*forked_python(), FILE]
+    done = run("-np", "2", "-H", "localhost:2", "--min-np", "2", *forked, "raise", str(tmp_path))
     assert done.returncode == 1, done.stderr
     assert re.search(r"first to fail was:\n\n.*\n  1  ", done.stderr), done.stderr
     assert "  ValueError: the reason of it all\n" in done.stderr
@@ -80,7 +80,8 @@ def test_in_an_elastic_job_that_does_not_recover(tmp_path: Path):
 
 @needs_mpirun
 def test_under_mpirun():
-    done = run("-np", "2", "--mpi", *ALONE, "3", env={**MPI, "PATH": f"{BIN}:/usr/bin:/bin"})
+    env = {**MPI, "PATH": f"{BIN}:/usr/bin:/bin"}
+    done = run("-np", "2", "--mpi", *forked_python(), FILE, "3", env=env)
     assert done.returncode == 3, done.stderr
     assert re.search(r"Process name: \[.*,1\]", done.stdout + done.stderr)
 
@@ -134,4 +135,4 @@ def _lose_rank_1() -> None:
 
 def test_of_a_function():
     with pytest.raises(ValueError, match="the reason of it all"):
-        horovod.run(_lose_rank_1, num_proc=2)
+        horovod.run(_lose_rank_1, num_proc=2, executable=forked_python()[0])

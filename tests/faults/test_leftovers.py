@@ -149,7 +149,7 @@ def test_waiting_for_a_late_rank_uses_little_processor_time(transport: str):
 
 
 def _gigantic(rank: int, size: int) -> tuple[float, float, float]:
-    elements = 3 * (1 << 30) // 4
+    elements = 9 * (1 << 30) // 16  # more bytes than 31 bits can count
     tensor = torch.full((elements,), rank + 1.0)
     tensor[-1] = 10 * (rank + 1.0)
     hvd.init()
@@ -162,5 +162,5 @@ def _gigantic(rank: int, size: int) -> tuple[float, float, float]:
     reason="needs 14 GiB of memory",
 )
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_tensor_of_three_gibibytes(transport: str):
+def test_a_tensor_of_more_than_two_gibibytes(transport: str):
     assert run_ranks(_gigantic, 2, env=TRANSPORTS[transport], timeout=240) == [(3, 3, 30)] * 2

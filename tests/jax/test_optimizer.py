@@ -154,7 +154,7 @@ def _wrong() -> None:
     for options, message in [
         ({"optimizer": 0.1}, "must be an optax transformation"),
         ({"backward_passes_per_step": 0}, "backward_passes_per_step must be positive"),
-        ({"op": hvd.Max}, "op=Average, op=Sum or op=Adasum"),
+        ({"op": hvd.Max}, "op must be one of Average, Sum, Adasum, not"),
         ({"gradient_predivide_factor": 0.0}, "must be a positive number"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "needs op=Average"),
     ]:

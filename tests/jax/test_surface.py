@@ -8,6 +8,8 @@ import pytest
 
 import horovod.jax as hvd
 import horovod.torch as hvd_torch
+from horovod.common.optimizer_options import OptimizerOptions
+from tests.bindings.options import not_in
 
 # What changes a tensor in place, or is of torch alone.
 MISSING = {
@@ -45,3 +47,9 @@ def test_arguments_are_those_of_torch(name: str):
     for argument, parameter in ours.parameters.items():
         if argument != "compression":
             assert parameter.default == theirs.parameters[argument].default
+
+
+def test_the_record_of_options_has_all_arguments():
+    assert not_in(OptimizerOptions, hvd.DistributedOptimizer) == {"optimizer"}
+    for function in (hvd.grad, hvd.value_and_grad):
+        assert not_in(OptimizerOptions, function) == {"fun", "argnums", "has_aux", "options"}

@@ -6,12 +6,17 @@ import importlib
 import os
 from typing import Any
 
+from tests.effort import LONG
+
 FLAVOURS = {
     "tensorflow": {"KERAS_BACKEND": "tensorflow"},  # Keras 3 as tf.keras
     "tf_keras": {"TF_USE_LEGACY_KERAS": "1"},  # Keras 2 as tf.keras
     "torch": {"KERAS_BACKEND": "torch"},
     "jax": {"KERAS_BACKEND": "jax"},
 }
+
+# For whole programs, which XLA takes longer to optimize than to run: in long tests alone it does.
+QUICK = {} if LONG else {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def flavour() -> str:

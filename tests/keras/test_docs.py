@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import check_home_sample
-from tests.keras.flavours import FLAVOURS
+from tests.keras.flavours import FLAVOURS, QUICK
 from tests.tensorflow.pages import DOCS, run_page, sections_that_train
 
 
@@ -24,7 +24,7 @@ def _imports_of_tf_keras() -> tuple[str, str]:
 @pytest.mark.parametrize("flavour", list(FLAVOURS))
 def test_the_keras_page(tmp_path: Path, flavour: str):
     replace = _imports_of_tf_keras() if flavour == "tf_keras" else None
-    states, other = run_page("keras.md", tmp_path, FLAVOURS[flavour], replace)
+    states, other = run_page("keras.md", tmp_path, FLAVOURS[flavour] | QUICK, replace)
     assert states[0]["backend"] == FLAVOURS[flavour].get("KERAS_BACKEND", "tensorflow")
     assert sections_that_train(states) >= {
         "Checkpoints and load_model",

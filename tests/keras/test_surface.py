@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from horovod.common.optimizer_options import OptimizerOptions
+from tests.bindings.options import not_in
 from tests.keras.flavours import front_end
 from tests.ranks import RankPool
 
@@ -85,3 +87,13 @@ def test_names_and_signatures(keras_pool: RankPool):
         assert signatures[name].startswith(wanted), name
     only_weights = "save_weights_only" in signatures["BestModelCheckpoint"]
     assert only_weights == (module == "horovod.tensorflow.keras")
+
+
+def _left_out() -> list[set[str]]:
+    _, hvd = front_end()
+    functions = (hvd.DistributedOptimizer, hvd.PartialDistributedOptimizer)
+    return [not_in(OptimizerOptions, function) for function in functions]
+
+
+def test_the_record_of_options_has_all_arguments(keras_pool: RankPool):
+    assert keras_pool.run(_left_out)[0] == [{"optimizer"}, {"optimizer", "local_layers"}]

@@ -6,6 +6,9 @@ import importlib
 
 import pytest
 
+from horovod.lightning.base import HorovodBase
+from horovod.torch.optimizers.options import TorchOptions
+from tests.bindings.options import not_in
 from tests.docs.docstrings import missing_in_reference, problems
 
 MODULES = {
@@ -22,3 +25,7 @@ def test_every_parameter_is_explained(name: str):
 @pytest.mark.parametrize("name", MODULES)
 def test_the_reference_is_complete(name: str):
     assert missing_in_reference(importlib.import_module(name), MODULES[name]) == set()
+
+
+def test_the_record_of_options_has_all_arguments():
+    assert not_in(TorchOptions, HorovodBase.__init__) == {"self", "join", "lightning"}

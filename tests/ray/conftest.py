@@ -66,7 +66,8 @@ def ray_files() -> Iterator[str]:
 
 
 # Before the fork server starts: what Ray, Ray Train and the examples import. Ray itself reads the
-# variables of a worker when it is imported, so it cannot be there.
+# job and the raylet of a worker (RAY_JOB_ID, RAY_RAYLET_PID) when its library is loaded, and never
+# again, so it cannot be there.
 PRELOAD += ["horovod.runner.api", "google.protobuf.reflection", "jsonschema", "requests", "yaml"]
 PRELOAD += ["pyarrow.parquet", "pandas", "fsspec", "pydantic", "rich.layout", "sklearn.datasets"]
 

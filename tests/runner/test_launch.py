@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import horovod
+from tests.forked_python import forked_python
 from tests.runner.horovodrun import HANG, ROOT, command, environment, run, run_python
 
 DUMP = "import os; print(ascii(dict(os.environ)))"
@@ -409,7 +410,7 @@ print({"place": place + [hvd.cross_size()], "total": total.tolist(),
 
 def test_this_machine_under_two_names_counts_as_two_hosts():
     hosts = ("-H", "localhost:2,127.0.0.1:2")
-    done = run_python(4, TWO_NAMES, options=hosts)
+    done = run("-np", "4", *hosts, *forked_python(), "-c", TWO_NAMES)
     assert done.returncode == 0, done.stderr
     seen = dumped(done.stdout)
     assert [seen[rank]["place"] for rank in range(4)] == [

@@ -168,11 +168,10 @@ def test_mpi_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         js_run.js_run(settings, None, {}, ["x"])
 
 
-def _place() -> tuple[str, str]:
-    return os.environ["HOROVOD_RANK"], os.environ["HOROVOD_CACHE_CAPACITY"]
-
-
 def test_a_job_described_by_attributes(capfd: pytest.CaptureFixture[str]):
+    def place() -> tuple[str, str]:  # local: to find it here, ranks would import all of this
+        return os.environ["HOROVOD_RANK"], os.environ["HOROVOD_CACHE_CAPACITY"]
+
     args: Any = _HorovodArgs()
     assert (args.num_proc, args.hosts, args.run_func, args.use_mpi) == (1, None, None, None)
     args.num_proc, args.cache_capacity, args.start_timeout = 2, 12, 60
@@ -183,7 +182,7 @@ def test_a_job_described_by_attributes(capfd: pytest.CaptureFixture[str]):
     args.command[-1] = "3"
     with pytest.raises(RuntimeError, match=FAILED):
         launch._run(args)
-    args.run_func = _place
+    args.run_func = place
     assert launch._run(args) == [("0", "12"), ("1", "12")]
     with pytest.raises(ValueError, match=r"not elastic: give min_num_proc \(--min-np\)"):
         launch._run_elastic(args)

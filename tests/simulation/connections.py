@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import select as real_select
 import selectors as real_selectors
 import socket as real_socket
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.network import Socket
+from tests.simulation.network import LOOPBACK, Socket
 from tests.simulation.world import Task
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ class SocketModule:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self.socket = Socket
+        self.socket = lambda *kind: Socket(process, *kind)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(real_socket, name)
@@ -43,31 +42,25 @@ class SocketModule:
         return listener
 
     def create_connection(self, address: tuple[str, int], timeout: float | None = None) -> Socket:
-        """Connect: refused where nobody listens, in vain where the way there or back is cut."""
-        process, network = self._process, self._process.host.network
-        host, target = process.host, network.resolve(address[0], process.host)
-        world = process.world
-        deadline = None if timeout is None else world.now + timeout
-        pause = 2 * network.delay(host, target)
-        while True:
-            left = None if deadline is None else deadline - world.now
-            if left is not None and left <= 0:
-                raise TimeoutError("timed out")
-            world.park(f"a connection to {address[0]}", pause if left is None else min(pause, left))
-            cut = network.is_cut(host, target) or network.is_cut(target, host)
-            if not cut and not target.is_down:
-                break
-            pause = 1.0  # the kernel tries again
-        listener = network.listeners.get((target.name, address[1]))
-        if listener is None or listener.backlog is None:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        ours, theirs = Socket(process), Socket(listener.process)
-        ours.peer, theirs.peer = theirs, ours
-        ours.name, theirs.name = (host.name, network.new_port()), listener.name
-        ours.settimeout(timeout)
-        listener.backlog.append(theirs)
-        listener._wake()
-        return ours
+        sock = Socket(self._process)
+        sock.settimeout(timeout)
+        try:
+            sock.connect(address)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def getaddrinfo(self, name: Any, port: Any = None, *_: Any, **__: Any) -> list[Any]:
+        text = name.decode() if isinstance(name, bytes) else name
+        hosts = self._process.host.network.hosts
+        if text not in hosts and text != LOOPBACK:
+            raise real_socket.gaierror(real_socket.EAI_NONAME, "Name or service not known")
+        address = text if text == LOOPBACK else hosts[text].address
+        return [(real_socket.AF_INET, real_socket.SOCK_STREAM, 6, "", (address, port or 0))]
+
+    def if_nameindex(self) -> list[tuple[int, str]]:
+        return [(1, "lo"), (2, "eth0")]
 
 
 class Selector:
@@ -84,7 +77,7 @@ class Selector:
         self._keys[fd] = real_selectors.SelectorKey(fileobj, fd, events, data)
         self._candidates[fd] = None
         if fd in self._process.descriptors:
-            self._process.descriptors[fd].selectors[self] = None
+            self._process.descriptors[fd].selectors[self] = fd
 
     def modify(self, fileobj: Any, events: int, data: Any = None) -> None:
         self.register(fileobj, events, data)
@@ -129,7 +122,8 @@ class Selector:
             found, key = self._process.descriptors.get(fd), self._keys.get(fd)
             events = 0
             if found is not None and key is not None:
-                events = key.events & real_selectors.EVENT_WRITE
+                if found.is_writable():
+                    events |= key.events & real_selectors.EVENT_WRITE
                 if found.is_readable():
                     events |= key.events & real_selectors.EVENT_READ
             if events:

@@ -15,6 +15,8 @@ What is checked, after every event that it speaks of:
 - the model of an epoch's end has seen every sample once, and at most as many twice as the sampler
   repeats to give all ranks equally many;
 - all workers that finish have the same model;
+- no two workers of a host have the same device, and no thread spins;
+- what `deadlines` says about time;
 - the job ends well within `Plan.patience` seconds after the last fault is over, and leaves no
   process behind.
 """
@@ -23,19 +25,26 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
 import json
 import signal
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from tests.simulation.agents import AgentEnd, DriverTools, Tools
+from horovod.common.generations.decisions import DRIVER_LOST
+from horovod.common.topology import Topology
+from tests.simulation.deadlines import Deadlines
 from tests.simulation.disk import Disk
+from tests.simulation.hand_over import HandOver
 from tests.simulation.modules import Patches, library
 from tests.simulation.network import Network
-from tests.simulation.plan import EVERYWHERE, Fault, Plan, Result
+from tests.simulation.plan import EVERYWHERE, HAND_OVER, Fault, Plan, Result
 from tests.simulation.processes import Host, Process
+from tests.simulation.programs import DriverTools, Tools, start_program
 from tests.simulation.world import World
 
 HEAD = "head"
@@ -53,10 +62,14 @@ _LEGITIMATE = (
 class Cluster:
     """The job while it runs: hosts, what the driver and the workers are told, the checks."""
 
+    driver = "tests.simulation.driver"
+
     def __init__(self, plan: Plan, patches: Patches) -> None:
         self.plan = plan
         self.world = World(plan.seed, library(patches))
+        self.world.on_spin = self.breach
         self.network = Network(self.world)
+        self.network.start_program = partial(start_program, self)
         self.disk = Disk(self.world.random) if plan.uses_disk else None
         self._step_on_disk = 0  # the newest that was announced to be there
         self._outage: Fault | None = None  # that comes with the next one
@@ -64,12 +77,13 @@ class Cluster:
         self.broken = ""
         self.status: int | None = None
         self.ending = ""
+        self.blamed: list[int] = []  # ranks that a job with fixed ranks takes for the cause
         self.workers: dict[str, Process] = {}
-        self._offered = {f"h{number}": plan.slots for number in range(plan.num_hosts)}
+        self._offered = dict.fromkeys(plan.host_names, plan.slots)
         self._hidden: dict[str, float] = {}  # hosts that are not offered, until when
         self._until: dict[str, float] = {}  # how long something is wrong with discovery
         self._phase = "starting"
-        self._hanging: list[Process] = []
+        self.hanging: list[Process] = []  # stopped for good, or their program
         self._told: set[str] = set()  # workers that were told to leave, and do so even if last
         self.trained: set[str] = set()  # workers that have been in a generation
         self.moments: list[tuple[str, str]] = []
@@ -79,23 +93,27 @@ class Cluster:
         self._newest_commit = 0  # the newest decision in whose generation something was committed
         self.commits: dict[str, int] = {}  # the last announced step, by worker
         self.formed: set[str] = set()
+        self._devices: dict[str, int] = {}  # by worker
+        self._device_owners: dict[tuple[str, str, int], Process] = {}
         self.finished: dict[str, Any] = {}
-        for name in (HEAD, *self._offered, _GHOST):
+        self.deadlines = Deadlines(self)
+        self.hand_over = HandOver(self)
+        for name in dict.fromkeys((HEAD, *self._offered, _GHOST)):
             self.hosts[name] = Host(name, self.network)
         self.hosts[_GHOST].lose_power()
         for fault in plan.faults:
-            self.world.later(fault.start, lambda fault=fault: self._begin(fault))  # type: ignore[misc]
+            self.world.later(fault.start, partial(self._begin, fault))
 
     def run(self) -> Result:
         """Run to the end, and until nothing is left."""
         result = Result(self.plan, events=self.world.events)
         tools = DriverTools(self)
-        driver = Process(
+        driver = self.launcher = Process(
             self.hosts[HEAD],
             "horovodrun",
-            "tests.simulation.driver",
+            lambda modules: modules.load(self.driver).main(),
             {},
-            tools=tools,
+            tools,
         )
         tools.process = driver
         try:
@@ -134,6 +152,7 @@ class Cluster:
         # Who is lost while others have finished may have had something left to do: a failure.
         elif self.status != 0 and not self.finished and not self._may_end_so():
             self.breach(f"the job failed with status {self.status}: {self.ending!r}")
+        self.deadlines.check_end(self.status, self.ending)
         if len({json.dumps(each) for each in self.finished.values()}) > 1:
             self.breach(f"workers finished with different models: {self.finished}")
         if any(epoch != self.plan.epochs for epoch, *_ in self.finished.values()):
@@ -167,8 +186,16 @@ class Cluster:
         target = worker if "worker" in fault.kind else host
         self.world.note(f"fault: {fault} ({target})")
         self.moments.append((self._phase, fault.kind))
+        self.deadlines.take_fault(fault, host)
         later, network = self.world.later, self.network
-        if "worker" in fault.kind:
+        if fault.kind == "tell all workers to leave":
+            for name in alive:
+                self._tell_to_leave(self.workers[name])
+        elif fault.kind == HAND_OVER:
+            self.hand_over.arm(fault)
+        elif fault.kind == "connections break":
+            network.break_connections(self.hosts[host])
+        elif "worker" in fault.kind:
             if worker is None:
                 return
             if fault.kind == "kill worker":
@@ -179,8 +206,7 @@ class Cluster:
             elif fault.kind != "tell worker to leave":
                 self._let_hang(worker, fault.kind)
             else:
-                self._told.add(worker.name)
-                worker.signal(signal.SIGTERM)
+                self._tell_to_leave(worker)
         elif fault.kind == "power loss":
             self.hosts[host].lose_power()
             later(fault.seconds, self.hosts[host].boot)
@@ -192,10 +218,7 @@ class Cluster:
             for pair in self._links_to_cut(fault, host):
                 spares = fault.kind == "cut from the store"
                 network.cut(*pair, spares_agents=spares)
-                later(
-                    fault.seconds,
-                    lambda pair=pair, spares=spares: network.heal(*pair, spares_agents=spares),  # type: ignore[misc]
-                )
+                later(fault.seconds, partial(network.heal, *pair, spares_agents=spares))
         elif fault.kind == "slow network":
             network.set_delay(host, 0.3)
             later(fault.seconds, lambda: network.set_delay(host, 0.0))
@@ -205,6 +228,10 @@ class Cluster:
             self._hidden[host] = self.world.now + fault.seconds
         else:
             self.hosts[host].clock_offset += self.world.random.uniform(-3600, 3600)
+
+    def _tell_to_leave(self, worker: Process) -> None:
+        self._told.add(worker.name)
+        worker.signal(signal.SIGTERM)
 
     def _lose_everything(self, fault: Fault) -> None:
         assert self.disk is not None
@@ -216,8 +243,8 @@ class Cluster:
     def _let_hang(self, worker: Process, kind: str) -> None:
         """Stop a worker for good, or its program, if that can be noticed: by others who train."""
         others = [each for each in self.workers.values() if not each.is_gone and each is not worker]
-        if worker.name in self.trained and any(each not in self._hanging for each in others):
-            self._hanging.append(worker)
+        if worker.name in self.trained and any(each not in self.hanging for each in others):
+            self.hanging.append(worker)
             if kind == "stop worker for good":
                 worker.signal(signal.SIGSTOP)
             else:
@@ -259,6 +286,7 @@ class Cluster:
 
     def take_event(self, event: str, details: dict[str, Any]) -> None:
         """Learn from the driver's status where the job is."""
+        self.deadlines.take_event(event, details)
         if event == "decision":
             self._phase = "waiting" if details["too_few"] else "forming"
             self.decisions.append(details["kind"] + " (too few)" * details["too_few"])
@@ -266,25 +294,12 @@ class Cluster:
             self._phase = "training"
         elif event in ("done", "end"):
             self._phase = "ending"
-            for worker in self._hanging:
+            for worker in self.hanging:
                 self._end_by_hand(worker)
 
-    # -- processes ----------------------------------------------------------------------------
-
-    def start_worker(self, host: Host, agent: AgentEnd, number: int, environ: Any) -> None:
-        tools = WorkerTools(self, f"w{number}")
-        worker = Process(
-            host,
-            f"w{number}",
-            "tests.simulation.worker",
-            environ,
-            lambda code: agent.tell(kind="exited", worker=number, code=code),
-            tools,
-        )
-        tools.process = worker
-        self.workers[worker.name] = worker
-        agent.workers[number] = worker
-        agent.tell(kind="started", worker=number, pid=worker.pid)
+    def make_tools(self, environ: Mapping[str, str]) -> WorkerTools:
+        """Make what a worker with these variables may ask for."""
+        return WorkerTools(self, environ["HOROVOD_WORKER_ID"])
 
     # -- checks -------------------------------------------------------------------------------
 
@@ -292,6 +307,13 @@ class Cluster:
         known = self._values.setdefault((generation, what, number), value)
         if known != value:
             self.breach(f"{what} {number} of {generation}, {who} has {value}, others {known}")
+
+    def check_device(self, generation: str, worker: Process, local_rank: int) -> None:
+        """Check that no two workers of a host have the same device: that of their first rank."""
+        device = self._devices.setdefault(worker.name, local_rank)
+        owner = self._device_owners.setdefault((generation, worker.host.name, device), worker)
+        if owner is not worker:
+            self.breach(f"{worker} has device {device}, as {owner.name} has")
 
     def note_commit(self, worker: str, decision: int, version: int, step: int) -> None:
         self.commits[worker] = step
@@ -315,6 +337,8 @@ class Cluster:
             self.breach(f"{worker} begins at step {step}, though {self._step_on_disk} was on disk")
         if step < self.commits.get(worker, 0):
             self.breach(f"{worker} begins at step {step}, behind its commit {self.commits[worker]}")
+        self.commits[worker] = step  # all ranks have it, so it counts as one
+        self.hand_over.take_begin(self.workers[worker])
         self._holders.setdefault(step, set()).add(worker)
         newest = max(self._holders)
         holders = [self.workers[name] for name in sorted(self._holders[newest])]
@@ -331,7 +355,7 @@ class WorkerTools(Tools):
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         super().__init__(cluster)
-        self._name = name
+        self.name = name
         self._decision = 0
         self._generation = ""
         self._counts: Counter[str] = Counter()
@@ -346,13 +370,18 @@ class WorkerTools(Tools):
         return self._cluster.world.random.sample(names, len(names))
 
     def breach(self, problem: str) -> None:
-        self._cluster.breach(f"{self._name}: {problem}")
+        self._cluster.breach(f"{self.name}: {problem}")
+
+    def check_status(self, code: int) -> None:
+        super().check_status(code)
+        if code == DRIVER_LOST and self.name in self._cluster.trained:
+            self._cluster.deadlines.check_lost_driver(self.process.host)
 
     def check_alike(self, what: str, value: Any) -> None:
         """Check that all ranks of the generation come here with the same value."""
         self._counts[what] += 1
         number = self._counts[what]
-        self._cluster.check_values(self._generation, what, number, value, self._name)
+        self._cluster.check_values(self._generation, what, number, value, self.name)
 
     def check_epoch(self, seen: tuple[int, ...], most_ranks: int) -> None:
         counts = Counter(seen)
@@ -361,8 +390,9 @@ class WorkerTools(Tools):
         if missing or repeated >= most_ranks:
             self.breach(f"of an epoch samples {missing} were not seen, and {repeated} twice")
 
-    def formed(self, decision: int, generation: str, rank: int, size: int) -> None:
-        self.note(f"is rank {rank} of {size} in decision {decision}")
+    def formed(self, decision: int, generation: str, topology: Topology) -> None:
+        size = topology.size
+        self.note(f"is rank {topology.rank} of {size} in decision {decision}")
         if size < self.plan.min_np:
             self.breach(f"is one of {size}, fewer than {self.plan.min_np}")
         if not self.plan.faults and size != self.plan.num_proc:
@@ -371,15 +401,16 @@ class WorkerTools(Tools):
             self.breach(f"went back to decision {decision}")
         self._decision, self._generation = decision, generation
         self._counts.clear()
+        self._cluster.check_device(generation, self.process, topology.local_rank)
         self._cluster.formed.add(generation)
-        self._cluster.trained.add(self._name)
+        self._cluster.trained.add(self.name)
 
     def begins(self, version: int, step: int) -> None:
         self.note(f"begins at step {step}")
-        self._cluster.check_begin(self._name, step)
+        self._cluster.check_begin(self.name, step)
 
     def committed(self, version: int, step: int) -> None:
-        self._cluster.note_commit(self._name, self._decision, version, step)
+        self._cluster.note_commit(self.name, self._decision, version, step)
 
     def on_disk(self, step: int) -> None:
         self.note(f"has step {step} on disk")
@@ -387,7 +418,7 @@ class WorkerTools(Tools):
 
     def finished(self, state: Any) -> None:
         self.note(f"has finished with {state}")
-        self._cluster.finished[self._name] = state
+        self._cluster.finished[self.name] = state
 
 
 def simulate(plan: Plan, patches: Patches | None = None) -> Result:
@@ -395,7 +426,10 @@ def simulate(plan: Plan, patches: Patches | None = None) -> Result:
     hook, is_collecting = sys.excepthook, gc.isenabled()
     gc.disable()  # it would look through all of torch, again and again
     try:
-        return Cluster(plan, patches or {}).run()
+        module, name = plan.cluster
+        cluster = getattr(importlib.import_module(module), name)
+        result: Result = cluster(plan, patches or {}).run()
+        return result
     finally:
         sys.excepthook = hook
         if is_collecting:

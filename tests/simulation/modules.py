@@ -16,10 +16,11 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from horovod.common import logging as real_logging
+from tests.simulation.system import open_file
 
 if TYPE_CHECKING:
     from tests.simulation.processes import Process
@@ -31,6 +32,11 @@ REPLACED = (
     *("atexit", "importlib", "os", "psutil", "secrets", "select", "selectors", "signal"),
     *("simulated", "socket", "threading", "time"),
 )
+_INNER = (
+    *("_ctypes", "_queue", "_signal", "_socket", "_thread", "fcntl", "resource", "subprocess"),
+)
+"""Modules that are replaced too, in modules that use one of the others."""
+
 _OURS = ("horovod", "tests")
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("horovod.torch", "horovod.torch.elastic", "horovod.torch.optimizers")  # left empty
@@ -76,8 +82,13 @@ class Library:
         self._rebound: list[tuple[int, dict[str, Any], str]] = []  # those that functions rebind
         self._objects: list[tuple[int, Any]] = []
         self._caches: list[Any] = []
-        self._replaced = {name: _Replaced(self, name) for name in REPLACED}
-        self._builtins = {**vars(builtins), "__import__": self._import}
+        self._replaced = {name: _Replaced(self, name) for name in (*REPLACED, *_INNER)}
+        self._builtins = {
+            **vars(builtins),
+            "__import__": self._import,
+            "open": functools.partial(open_file, self),
+        }
+        self._codes: dict[str, Any] = {}
         self._owner: Process | None = None  # whose variables are in the modules now
 
     def begin(self, world: World) -> None:
@@ -163,7 +174,25 @@ class Library:
         """Return whether a module needs nothing simulated. Packages lead to ones that do."""
         path = _path_of(name)
         is_package = path is not None and path.name == "__init__.py"
+        if name == "horovod.runner.agents.bootstrap":
+            return False  # it reads sources
         return not is_package and not _uses_the_system(name) and name not in self._patches
+
+    def run(self, program: str) -> None:
+        """Run the text of a program: Python's option -c."""
+        module = self.system["sys"].modules["__main__"] = ModuleType("__main__")
+        vars(module)["__builtins__"] = self._builtins
+        exec(program, vars(module))
+
+    def _find(self, name: str) -> Any:
+        """Return what `importlib.util.find_spec` does, with changes to the source."""
+        path, tree = parse(name, self._patches.get(name, ()))
+        if name not in self._codes:
+            self._codes[name] = compile(tree, str(path), "exec")
+        loader = SimpleNamespace(
+            get_code=self._codes.get, get_source=lambda _: path.read_text(encoding="utf-8")
+        )
+        return SimpleNamespace(loader=loader)
 
     def _import(
         self, name: str, globals_: Any = None, locals_: Any = None, names: Any = (), level: int = 0
@@ -172,8 +201,13 @@ class Library:
         if level:
             name = importlib.util.resolve_name("." * level + name, globals_["__package__"])
         top = name.partition(".")[0]
+        own = self.system["sys"].modules  # of an agent, which got them through its pipe
+        if own and name in ("sys", *own):
+            return self.system["sys"] if name == "sys" else own[name]
+        if name == "importlib.util" and names:
+            return SimpleNamespace(find_spec=self._find)
         if name in self._replaced:
-            if names:
+            if names and name not in _INNER:
                 raise ImportError(f"{name} is simulated: import it whole, not {names} from it")
             return self._replaced[name]
         if top not in _OURS:

@@ -222,6 +222,27 @@ MUTANTS = (
         "expected = process.is_dismissed or removed or (process.is_leaving and code == 0)",
         "expected = process.is_dismissed or removed",
     ),
+    Mutant(
+        "a thread whose request another one fails does not sleep until then",
+        "past",
+        "horovod.engine.channel",
+        "                self.wait_beside(request, _MOMENT)",
+        "                pass",
+    ),
+    Mutant(
+        "a replacement gets its local rank by age, and with it a device that is in use",
+        "past",
+        _POLICY,
+        "        in_slot_order = sorted(workers, key=lambda w: w.index)",
+        "        in_slot_order = workers",
+    ),
+    Mutant(
+        "a generation does not count as formed if the next decision was made meanwhile",
+        "past",
+        "horovod.runner.elastic.mailbox",
+        "            state.last_formed = max(state.last_formed, number)",
+        "            pass",
+    ),
     # -- commits on disk ----------------------------------------------------------------------
     Mutant(
         "a checkpoint gets its name before its content is on disk",

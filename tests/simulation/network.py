@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.simulation.processes import Host, Process
 
 _FIN, _RST = b"\0FIN", b"\0RST"  # objects that are compared by identity
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _RESETS = struct.pack("ii", 1, 0)  # what SO_LINGER says where closing resets the connection
 _TCP_INFO = struct.Struct("=2xBB52xI")  # repetitions, questions, milliseconds since an answer
 _DONTWAIT = int(real_socket.MSG_DONTWAIT)
@@ -43,6 +43,7 @@ class Network:
         self._cut_since: dict[tuple[str, str, bool], float] = {}
         self._held: list[Callable[[], None]] = []  # deliveries that wait for a link
         self._slow: dict[str, float] = {}
+        self.start_program: Callable[..., Process] | None = None  # what `Host.launch` does
         self._ports = itertools.count(30000)
         self._pids = itertools.count(100)
 
@@ -81,6 +82,16 @@ class Network:
     def is_cut(self, source: Host, target: Host, *, of_agent: bool = False) -> bool:
         return (source.name, target.name, of_agent) in self._cut_since
 
+    def cut_since(self, source: Host, target: Host) -> float | None:
+        return self._cut_since.get((source.name, target.name, False))
+
+    def break_connections(self, host: Host) -> None:
+        """Reset all connections of a host with others, as a firewall that forgets them does."""
+        for process in host.processes:
+            for sock in list(process.descriptors.values()):
+                if isinstance(sock, Socket) and sock.peer and sock.peer.process.host is not host:
+                    sock.reset()
+
     def silent_since(self, host: Host, other: Host) -> float | None:
         """Return since when a host has had no answer of another; None if it gets answers."""
         since = [other.down_since] if other.is_down else []
@@ -90,7 +101,7 @@ class Network:
 
     def resolve(self, name: str, asking: Host) -> Host:
         """Return the host that has this name or address, as seen from a host."""
-        return asking if name == _LOOPBACK else self.hosts[name]
+        return asking if name == LOOPBACK else self.hosts[name]
 
     def set_delay(self, host: str, seconds: float) -> None:
         self._slow[host] = seconds
@@ -117,7 +128,9 @@ class Socket:
 
     of_agent = False  # whether it connects the launcher with an agent
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, *kind: int) -> None:
+        """Make one of this kind: a family, and a type that is SOCK_STREAM by default."""
+        self._is_stream = kind[1:2] != (real_socket.SOCK_DGRAM,)
         self.process = process
         self.peer: Socket | None = None
         self.name: tuple[str, int] = ("", 0)
@@ -129,7 +142,7 @@ class Socket:
         self._error: OSError | None = None
         self._timeout: float | None = None
         self._waiting: dict[Task, int] = {}  # which of `events` each thread waits for
-        self.selectors: dict[Selector, None] = {}  # that it is registered with
+        self.selectors: dict[Selector, int] = {}  # that it is registered with, and its number there
         self._outbox: deque[bytes] = deque()
         self._is_sending = False
         self._has_shut = False  # this end has said that nothing follows
@@ -162,6 +175,41 @@ class Socket:
     def getpeername(self) -> tuple[str, int]:
         assert self.peer is not None
         return self.peer.name
+
+    def bind(self, address: tuple[str, int]) -> None:
+        """Take one of the host's own addresses."""
+        host = self.process.host
+        if address[0] not in (LOOPBACK, host.address, "0.0.0.0"):
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        self.name = address[0], address[1] or host.network.new_port()
+
+    def connect(self, address: tuple[str, int]) -> None:
+        """Connect: refused where nobody listens, in vain where the way there or back is cut."""
+        process, network = self.process, self.process.host.network
+        host, target = process.host, network.resolve(address[0], process.host)
+        world = process.world
+        self.name = host.address, network.new_port()
+        if not self._is_stream:
+            return  # only which address leads there is asked
+        deadline = None if self._timeout is None else world.now + self._timeout
+        pause = 2 * network.delay(host, target)
+        while True:
+            left = None if deadline is None else deadline - world.now
+            if left is not None and left <= 0:
+                raise TimeoutError("timed out")
+            world.park(f"a connection to {address[0]}", pause if left is None else min(pause, left))
+            cut = network.is_cut(host, target) or network.is_cut(target, host)
+            if not cut and not target.is_down:
+                break
+            pause = 1.0  # the kernel tries again
+        listener = network.listeners.get((target.name, address[1]))
+        if listener is None or listener.backlog is None:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        theirs = Socket(listener.process)
+        self.peer, theirs.peer = theirs, self
+        theirs.name = listener.name
+        listener.backlog.append(theirs)
+        listener._wake()
 
     def accept(self) -> tuple[Socket, tuple[str, int]]:
         assert self.backlog is not None
@@ -237,6 +285,13 @@ class Socket:
                 self._transmit(_RST if resets else _FIN)
         self._wake()
 
+    def reset(self) -> None:
+        """Break the connection at both ends; what is on its way is lost."""
+        for end in (self, self.peer):
+            if end is not None and not end.is_closed:
+                end._outbox.clear()
+                end._receive(_RST)
+
     def vanish(self) -> None:
         """Be gone without a word, as the host has lost its power: what was to be sent is lost."""
         self.is_closed = True
@@ -258,6 +313,9 @@ class Socket:
 
     def is_readable(self) -> bool:
         return bool(self._inbox or self._at_end or self._error or self.backlog or self.is_closed)
+
+    def is_writable(self) -> bool:
+        return True
 
     def events(self) -> int:
         """Return what `poll` says about it."""

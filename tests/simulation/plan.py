@@ -6,9 +6,13 @@ import hashlib
 import json
 import random
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-VERSION = 6
+VERSION = 7
 """Counted up when a seed means another job than before."""
+
+HAND_OVER = "those who hand over are lost"
+"""A kind of fault that waits until new workers get the state: see `hand_over`."""
 
 KINDS = (
     "kill worker",
@@ -16,6 +20,8 @@ KINDS = (
     "stop worker for good",
     "worker's program hangs",
     "tell worker to leave",
+    "tell all workers to leave",
+    HAND_OVER,
     "power loss",
     "cut",
     "cut towards the launcher",
@@ -23,6 +29,7 @@ KINDS = (
     "cut between hosts",
     "cut from everything",
     "cut from the store",
+    "connections break",
     "slow network",
     "discovery fails",
     "discovery is late",
@@ -56,6 +63,8 @@ class Fault:
 class Plan:
     """A cluster, a training and what goes wrong."""
 
+    cluster: ClassVar[tuple[str, str]] = ("tests.simulation.job", "Cluster")  # what runs it
+
     seed: int
     num_hosts: int
     slots: int
@@ -71,6 +80,10 @@ class Plan:
     uses_disk: bool = False  # commits are written to disk
     elastic_timeout: float = 360.0  # seconds; longer than all faults of a plan together
     stall_shutdown: float = 100.0  # seconds; without it nobody notices a program that hangs
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        return tuple(f"h{number}" for number in range(self.num_hosts))
 
     @property
     def num_proc(self) -> int:
@@ -113,6 +126,10 @@ class Plan:
         if uses_disk:
             start, seconds = disk.uniform(3.0, length), disk.uniform(1.0, 30.0)
             faults.append(Fault(EVERYWHERE, start, seconds, disk.randrange(2)))
+        begin = random.Random(f"begin {seed}")
+        if count > 0 and begin.random() < 0.2:  # a host answers late, while others begin
+            kind = begin.choice(["slow network", "cut"])
+            faults.append(Fault(kind, 0.0, begin.uniform(1.0, 5.0), begin.randrange(9)))
         faults.sort(key=lambda fault: fault.start)
         return cls(
             seed,

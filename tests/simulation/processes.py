@@ -10,12 +10,12 @@ from __future__ import annotations
 import errno
 import importlib
 import itertools
-import os as real_os
 import secrets as real_secrets
 import signal as real_signal
 import socket as real_socket
 import traceback
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +24,13 @@ from greenlet import GreenletExit
 from tests.simulation.connections import SelectModule, SelectorsModule, SocketModule
 from tests.simulation.modules import Library
 from tests.simulation.network import Network, Socket
+from tests.simulation.pipes import File
+from tests.simulation.system import make_modules
 from tests.simulation.threads import Threading, Time
 from tests.simulation.world import World
+
+_FIRST_DESCRIPTOR = 1 << 20
+"""Descriptors of simulated files are no numbers of real ones, which a process may have too."""
 
 
 class Host:
@@ -43,13 +48,25 @@ class Host:
         self.processes: list[Process] = []
         self.when_lost: list[Callable[[], None]] = []  # called when its power is gone
 
+    def launch(
+        self,
+        command: list[str],
+        environ: Mapping[str, str],
+        parent: Process | None,
+        files: Mapping[int, File],
+    ) -> Process:
+        """Start a command, in a session of its own, with these files as its descriptors."""
+        assert self.network.start_program is not None, "a cluster says what programs there are"
+        process: Process = self.network.start_program(self, command, environ, parent, files)
+        return process
+
     def lose_power(self) -> None:
         """End everything on it without a word."""
         if self.is_down:
             return
         self.is_down, self.down_since = True, self.network.world.now
         for process in list(self.processes):
-            process.crash(closes_connections=False)
+            process.lose_power()
         callbacks, self.when_lost = self.when_lost, []
         for call in callbacks:
             call()
@@ -66,33 +83,51 @@ class Process:
         self,
         host: Host,
         name: str,
-        program: str,
+        program: Callable[[Library], Any],
         environ: Mapping[str, str],
-        when_ended: Callable[[int], None] = lambda code: None,
-        tools: Any = None,
+        tools: Any,
+        parent: Process | None = None,
+        files: Mapping[int, File] | None = None,
     ) -> None:
-        """`program` is a module with a function `main`, which finds `tools` as `simulated`."""
+        """Start a process.
+
+        Args:
+            host: The host.
+            name: What the story calls it.
+            program: A function that gets the modules.
+            environ: The environment.
+            tools: What modules of the program find as `simulated`.
+            parent: The process that starts it.
+            files: Its descriptors.
+        """
         self.host = host
         self.name = name
         self.world: World = host.network.world
-        self.pid = host.network.new_pid()
+        self.pid = self.session = host.network.new_pid()
+        self.parent = parent
         self.environ = dict(environ)
+        self.started = self.world.now
         self.is_gone = False
         self.is_stopped = False
+        self.is_subreaper = False
         self.code: int | None = None
-        self.descriptors: dict[int, Socket] = {}
+        self.descriptors: dict[int, Any] = {}
         self.handlers: dict[int, Any] = {}
         self.wakeup_fd = -1
+        self.zombies: deque[tuple[int, int]] = deque()  # pids and codes of children that ended
+        self.when_gone: list[Callable[[], None]] = []
         self.at_exit: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.tools = tools
         self.variables: list[Any] = []  # of modules, while another process runs
-        self._when_ended = when_ended
-        self._fds = itertools.count(10)
-        self._threading = Threading(self)
+        self._pending: list[int] = []  # signals that came while it was stopped
+        self._fds = itertools.count(_FIRST_DESCRIPTOR)
+        self.threading = Threading(self)
         self.system = {
+            **make_modules(self),
+            "_signal": _Signal(self),
+            "_socket": SocketModule(self),
             "atexit": _AtExit(self),
             "importlib": _ImportLib(self),
-            "os": _Os(self),
             "psutil": _Psutil(self),
             "secrets": _Secrets(self),
             "select": SelectModule(self),
@@ -100,30 +135,40 @@ class Process:
             "signal": _Signal(self),
             "simulated": tools,
             "socket": SocketModule(self),
-            "threading": self._threading,
+            "threading": self.threading,
             "time": Time(self),
         }
+        for number, file in (files or {}).items():
+            self.descriptors[number] = file
+            file.references += 1
         host.processes.append(self)
         self._main = self.world.spawn(self, lambda: self._run(program), "main")
-        self._threading.begin(self._main)
+        self.threading.begin(self._main)
 
     def __str__(self) -> str:
         return f"{self.name} on {self.host.name}"
 
-    def new_descriptor(self, sock: Socket) -> int:
+    def new_descriptor(self, file: Socket | File) -> int:
         fd = next(self._fds)
-        self.descriptors[fd] = sock
+        self.descriptors[fd] = file
+        if isinstance(file, File):
+            file.references += 1
         return fd
+
+    def close_descriptor(self, fd: int) -> None:
+        self.descriptors.pop(fd).close()
 
     def report(self, what: str, error: BaseException) -> None:
         """Add an error that nobody caught to the story, and let the job's promises be checked."""
         text = "".join(traceback.format_exception(error)).rstrip()
         self.world.note(f"{self}: {what}: {text}")
+        if 2 in self.descriptors:
+            self.descriptors[2].put(f"{text}\n".encode())
         self.tools.check_error(error)
 
-    def _run(self, program: str) -> None:
+    def _run(self, program: Callable[[Library], Any]) -> None:
         try:
-            code = self._outcome(lambda: self.world.modules.load(program).main())
+            code = self._outcome(lambda: program(self.world.modules))
             while self.at_exit:
                 function, arguments = self.at_exit.pop()
                 self._outcome(lambda: function(*arguments))  # noqa: B023 (called at once)
@@ -149,38 +194,39 @@ class Process:
     # -- the end ----------------------------------------------------------------------------
 
     def end(self, code: int) -> None:
-        """End in order: connections are closed, and the parent learns of it."""
+        """End: connections are closed, and the parent learns of it."""
         if self.is_gone:
             return
         self.code = code
-        self._close_all()
+        for file in list(self.descriptors.values()):
+            file.close()
         self._vanish()
-        self._when_ended(code)
+        heir = self.parent
+        while heir is not None and (heir.is_gone or not heir.is_subreaper):
+            heir = heir.parent
+        for child in self.host.processes:
+            child.parent = heir if child.parent is self else child.parent
+        if heir is not None:
+            heir.zombies.extend(self.zombies)
+        if self.parent is not None and not self.parent.is_gone:
+            self.parent.zombies.append((self.pid, code))
+            self.parent.signal(real_signal.SIGCHLD)
+        for call in self.when_gone:
+            call()
 
-    def crash(self, *, closes_connections: bool = True) -> None:
-        """End at once, wherever the threads are."""
-        if self.is_gone:
-            return
+    def lose_power(self) -> None:
+        """End without a word."""
         self.code = -real_signal.SIGKILL
-        if closes_connections:
-            self._close_all()
-        else:
-            for sock in self.descriptors.values():
-                sock.vanish()
-                if sock.peer is not None:
-                    sock.peer.ask_peer()
+        for file in self.descriptors.values():
+            file.vanish()
+            if file.peer is not None:
+                file.peer.ask_peer()
         self._vanish()
-        if closes_connections:
-            self._when_ended(self.code)
 
     def ask_peers(self) -> None:
         """Let the kernel ask whether the other ends of all connections are still there."""
         for sock in self.descriptors.values():
             sock.ask_peer()
-
-    def _close_all(self) -> None:
-        for sock in list(self.descriptors.values()):
-            sock.close()
 
     def _vanish(self) -> None:
         self.is_gone = True
@@ -202,79 +248,20 @@ class Process:
             self.is_stopped = self.world.has_stopped = True
         elif number == real_signal.SIGCONT:
             self.is_stopped = False
-        elif number == real_signal.SIGKILL or handler is real_signal.SIG_DFL:
-            self.crash()
-            self.code = -number
+            pending, self._pending = self._pending, []
+            for each in pending:
+                self.signal(each)
+        elif number == real_signal.SIGKILL:
+            self.end(-number)
+        elif self.is_stopped:
+            self._pending.append(number)
         elif callable(handler):
             self.world.act(self._main, lambda: handler(number, None))
             waker = self.descriptors.get(self.wakeup_fd)
             if waker is not None:
                 waker._transmit(bytes([number]))
-
-
-class _Environ(MutableMapping[str, str]):
-    """`os.environ`, also where a function has it as a default: that of whichever process runs."""
-
-    def __init__(self, modules: Library) -> None:
-        self._modules = modules
-
-    @property
-    def _values(self) -> dict[str, str]:
-        return self._modules.process.environ
-
-    def __getitem__(self, name: str) -> str:
-        return self._values[name]
-
-    def __setitem__(self, name: str, value: str) -> None:
-        self._values[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._values))
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
-class _Os:
-    """`os`."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-
-    @property
-    def environ(self) -> _Environ:
-        return _Environ(self._process.world.modules)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(real_os, name)
-
-    def fsync(self, descriptor: int) -> None:
-        world = self._process.world
-        world.park("the disk", world.random.uniform(0.001, 0.2))
-        self._process.tools.disk.sync(descriptor)
-
-    def getpid(self) -> int:
-        return self._process.pid
-
-    def kill(self, pid: int, number: int) -> None:
-        for process in list(self._process.host.processes):
-            if process.pid == pid:
-                process.signal(number)
-                return
-        raise ProcessLookupError(errno.ESRCH, "No such process")
-
-    killpg = kill
-
-    def _exit(self, code: int) -> None:
-        self._process.tools.check_status(code)
-        self._process.end(code)
-        raise GreenletExit
-
-    def register_at_fork(self, **_: Any) -> None:
-        """Nobody forks."""
+        elif handler == real_signal.SIG_DFL and number != real_signal.SIGCHLD:
+            self.end(-number)
 
 
 class _AtExit:
@@ -360,6 +347,6 @@ class _Signal:
     def getsignal(self, number: int) -> Any:
         return self._process.handlers.get(number, real_signal.SIG_DFL)
 
-    def set_wakeup_fd(self, fd: int) -> int:
+    def set_wakeup_fd(self, fd: int, *, warn_on_full_buffer: bool = True) -> int:
         before, self._process.wakeup_fd = self._process.wakeup_fd, fd
         return before

@@ -19,12 +19,24 @@ from tests.simulation.coverage import Coverage
 from tests.simulation.job import shortest, simulate
 from tests.simulation.modules import parse
 from tests.simulation.mutants import MUTANTS
-from tests.simulation.plan import EVERYWHERE, Fault, Plan, Result
+from tests.simulation.plan import EVERYWHERE, HAND_OVER, Fault, Plan, Result
 
 ROOT = Path(__file__).parents[2]
 
 CALM = Plan(1, 2, 1, 1, samples=12, pace=0.5, commit_every=2, faults=())
 BUSY = replace(CALM, slots=2, samples=25, epochs=2, batch=2, uses_sets=True, uses_join=True)
+HANGING = Plan(
+    5,
+    3,
+    1,
+    1,
+    samples=20,
+    pace=2.0,
+    commit_every=2,
+    faults=(Fault("worker's program hangs", 8.0, 0.0, 1),),
+    elastic_timeout=60.0,
+    stall_shutdown=61.0,
+)
 
 FOUND = {
     "a worker that was lost before it ran counts as one that cannot be started": Plan(
@@ -36,9 +48,8 @@ FOUND = {
         pace=2.0,
         commit_every=1,
         faults=(
-            Fault("power loss", 15.754167640882798, 28.875282512224505, 861),
-            Fault("cut from the launcher", 60.57169148380964, 71.19369046919297, 992),
-            Fault("cut", 113.66557457674152, 0.548431269225645, 847),
+            Fault("cut from the launcher", 19.0, 70.0, 0),
+            Fault("kill worker", 20.0, 0.0, 0),  # the next one's start does not arrive
         ),
     ),
     "workers of a decision that never formed count as having the state": Plan(
@@ -56,17 +67,89 @@ FOUND = {
         ),
         batch=2,
     ),
-    "every decision gives workers whose program hangs more time": Plan(
-        5,
+    "every decision gives workers whose program hangs more time": HANGING,
+    "a generation does not count as formed if the next decision was made meanwhile": Plan(
+        6,
         3,
         1,
         1,
-        samples=20,
+        samples=90,
         pace=2.0,
         commit_every=2,
-        faults=(Fault("worker's program hangs", 8.0, 0.0, 1),),
-        elastic_timeout=60.0,
-        stall_shutdown=61.0,
+        batch=2,
+        faults=(
+            *(Fault("slow network", 4.0, 300.0, number) for number in range(3)),
+            Fault("discovery lies", 6.0, 100.0, 0),
+            *(Fault("kill worker", 8.0 + 4 * number, 0.0, number) for number in range(12)),
+        ),
+    ),
+    "rank 0 gives its state to all, whoever has the newest": replace(
+        CALM,
+        seed=0,
+        num_hosts=3,
+        samples=120,
+        faults=(
+            Fault("kill worker", 6.02, 0.0, 1),
+            Fault("kill worker", 5.97, 0.0, 1),
+            Fault(HAND_OVER, 6.09, 10.0, 0),
+        ),
+    ),
+    "a worker that was told to leave counts as failed": replace(
+        CALM,
+        seed=0,
+        samples=60,
+        faults=(
+            Fault("kill worker", 6.0, 0.0, 1),
+            Fault("tell all workers to leave", 6.05, 0.0, 0),
+        ),
+    ),
+    "the store does not wake its thread for a key that the launcher sets": replace(
+        CALM,
+        seed=0,
+        num_hosts=3,
+        samples=90,
+        faults=(Fault("host is not offered", 6.0, 90.0, 2),),
+    ),
+    "a broken connection to the store is used again": replace(
+        CALM, seed=0, samples=60, faults=(Fault("connections break", 6.0, 0.0, 0),)
+    ),
+    "a generation that broke is entered again": replace(
+        CALM, seed=0, samples=60, faults=(Fault("connections break", 6.0, 0.0, 0),)
+    ),
+    "who has left says nothing to those who meet": replace(
+        CALM, seed=0, samples=60, faults=(Fault("connections break", 6.0, 0.0, 0),)
+    ),
+    "a lost driver is not noticed by its workers": replace(
+        CALM, seed=0, samples=90, pace=2.0, faults=(Fault("cut from the store", 6.0, 100.0, 0),)
+    ),
+    "workers that do not hear a decision are not given up": replace(
+        CALM, seed=0, samples=90, pace=2.0, faults=(Fault("stop worker for good", 6.0, 0.0, 1),)
+    ),
+    "a job begins without hosts that have just connected": replace(
+        CALM, seed=0, num_hosts=3, faults=(Fault("cut", 0.0, 4.5, 2),)
+    ),
+    "a replacement gets its local rank by age, and with it a device that is in use": replace(
+        CALM,
+        seed=0,
+        num_hosts=1,
+        slots=2,
+        samples=60,
+        faults=(Fault("kill worker", 6.0, 0.0, 0),),
+    ),
+    "a wait in the store has no end": replace(CALM, seed=0, samples=90, pace=2.0),
+    "whoever waits for the background thread is not woken": replace(BUSY, seed=0),
+    "workers whose program hangs are not given up": HANGING,
+    "the stall inspector ends nothing": HANGING,
+    "a worker that loses the store while it meets others ends with an error": replace(
+        CALM,
+        seed=35,
+        samples=60,
+        faults=(
+            Fault("slow network", 0.0, 20.0, 0),
+            Fault("slow network", 0.0, 20.0, 1),
+            Fault("connections break", 4.02, 0.0, 0),
+            Fault("connections break", 3.96, 0.0, 1),
+        ),
     ),
     "process sets are made in generations that are too small for them": Plan(
         1,
@@ -80,7 +163,7 @@ FOUND = {
         uses_sets=True,
     ),
     "a worker that never reached the driver ends as if its script had failed": Plan(
-        147,
+        300,
         1,
         1,
         1,
@@ -121,10 +204,19 @@ def test_workers_that_come_too_late_for_their_slot_end():
 
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_is_mended(name: str):
+    """The job keeps its promises, and breaks one with the mistake, whatever the order of threads.
+
+    A seed is another order: with some of them faults that are close together miss their moment.
+    """
     (mutant,) = [each for each in MUTANTS if each.name == name]
-    result = simulate(FOUND[name])
-    assert not result.problem, result.story()
-    assert simulate(FOUND[name], mutant.patches).problem
+    first = FOUND[name].seed
+    for seed in range(first, first + 20):
+        plan = replace(FOUND[name], seed=seed)
+        result = simulate(plan)
+        assert not result.problem, result.story()
+        if simulate(plan, mutant.patches).problem:
+            return
+    pytest.fail(f"20 seeds from {first} on do not show the mistake")
 
 
 def test_hosts_that_are_lost_after_training_fail_the_job_and_are_named():
@@ -135,6 +227,8 @@ def test_hosts_that_are_lost_after_training_fail_the_job_and_are_named():
     assert not result.problem, result.story()
     assert result.status == 137
     assert "had finished training, and then failed: lost with its host" in result.ending
+    (mutant,) = [each for each in MUTANTS if each.name.startswith("nobody says why")]
+    assert simulate(result.plan, mutant.patches).problem
 
 
 @pytest.mark.parametrize("plan", [CALM, BUSY])

@@ -43,7 +43,7 @@ def init() -> None:
     here = member.generation
     if here is not None:
         topology = here.topology
-        simulated.formed(here.decision.number, here._prefix, topology.rank, topology.size)
+        simulated.formed(here.decision.number, here._prefix, topology)
 
 
 def reset() -> None:

@@ -12,6 +12,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -26,6 +27,10 @@ _SWITCH_SECONDS = 2e-6
 
 _MOST_PAUSES = 200
 """How often a thread may go on where another could run: one that spins does not stop the world."""
+
+
+_MOST_SWITCHES = 20_000
+"""How often threads may run, one after the other, until all wait: more, and one of them spins."""
 
 
 class Task:
@@ -65,6 +70,8 @@ class World:
         self.current: Task | None = None
         self.events: list[tuple[float, str]] = []
         self.switches = 0
+        self.on_spin: Callable[[str], None] = lambda problem: None
+        self._switches_before = 0  # until all threads waited for the last time
         self._preemption = self.random.choice([0.0, 0.02, 0.2])
         self._pauses = 0  # since another thread ran
         self._runnable: list[Task] = []
@@ -106,6 +113,7 @@ class World:
                 self._switch_to(task)
             elif self._timers and self._timers[0][0] <= end:
                 self.now = max(self.now, self._timers[0][0])
+                self._switches_before = self.switches
             else:
                 return False
         return True
@@ -115,10 +123,13 @@ class World:
         for task in self._tasks:
             if not task.is_done:
                 task.process.is_gone = True
-                self.act(task, lambda task=task: task.greenlet.throw(GreenletExit))  # type: ignore[misc]
+                self.act(task, partial(task.greenlet.throw, GreenletExit))
 
     def _switch_to(self, task: Task) -> None:
         self.switches += 1
+        if self.switches - self._switches_before > _MOST_SWITCHES:
+            self._switches_before = self.switches
+            self.on_spin(f"a thread does not wait: {task.name} of {task.process}, or another")
         self._pauses = 0
         self.now += _SWITCH_SECONDS
         self.current = task

@@ -18,11 +18,16 @@ from typing import Any
 
 import psutil
 
+from tests.forked_client import AGENT_NAME
+from tests.forked_python import forked_python
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 HANG = 600.0  # seconds: only what never happens takes so long
 QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # to start, which is most of what we do
+FORKED_DAEMON = "spark.python.daemon.module=tests.spark.forked_daemon"
 
 _MASTER = re.compile(r"Starting Spark master at (spark://\S+)")
+_EXECUTOR = "org.apache.spark.executor.CoarseGrainedExecutorBackend"
 _REGISTERED = "Successfully registered with master"
 _ATTEMPTS = 3
 
@@ -39,6 +44,19 @@ def spark_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "HOROVOD_START_TIMEOUT": "300",
         "HOROVOD_TEST_CLUSTER": str(os.getpid()),  # tells our processes from those of others
+    }
+
+
+def forked_environment() -> dict[str, str]:
+    """For programs whose Python, as that of their tasks and ranks, is forked: `forked_python`."""
+    python = forked_python()[0]
+    options = f'--conf spark.driver.extraJavaOptions="{QUICK_JAVA}" --conf spark.ui.enabled=false'
+    return {
+        **spark_environment(),
+        "PYSPARK_PYTHON": python,
+        "PYSPARK_DRIVER_PYTHON": python,
+        "PYSPARK_SUBMIT_ARGS": f"{options} --conf {FORKED_DAEMON} pyspark-shell",
+        AGENT_NAME: python,
     }
 
 
@@ -65,9 +83,14 @@ def executors(spark: Any) -> list[str]:
     return [f"{info.host()}:{info.port()}" for info in infos]
 
 
-def executor_of(worker: int) -> psutil.Process:
-    """The executor whose task a process runs for."""
-    return next(each for each in psutil.Process(worker).parents() if each.name() == "java")
+def executor_on(host: str) -> psutil.Process:
+    """The executor on the host with a rank's name of it, to which elastic jobs add numbers."""
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        if _EXECUTOR in (process.info["cmdline"] or []):
+            name = (process.info["environ"] or {}).get("HOROVOD_HOSTNAME", "?")
+            if host == name or host.startswith(f"{name}-"):
+                return process
+    raise AssertionError(f"there is no executor on {host}")
 
 
 class Daemon:

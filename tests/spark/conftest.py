@@ -1,4 +1,8 @@
-"""Spark for tests: one standalone cluster and one session on it for all of them."""
+"""Spark for tests: one standalone cluster and one session on it for all of them.
+
+Python on its executors is forked from a process that has imported what tasks and ranks need: see
+`tests.forked_python`. `test_sessions` has sessions whose Python is started as Spark does it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.forked_client import AGENT_NAME
+from tests.forked_python import forked_python
+from tests.rank_process import PRELOAD
 from tests.spark.cluster import (
+    FORKED_DAEMON,
     QUICK_JAVA,
     StandaloneCluster,
     executors,
@@ -16,10 +24,16 @@ from tests.spark.cluster import (
     until,
 )
 
+# Before the fork server starts: what ranks, Spark's tasks and examples import.
+PRELOAD += ["horovod.runner.functions.run_task", "horovod.spark.task.relay", "horovod.spark.torch"]
+PRELOAD += ["pyspark.worker", "pyspark.ml.linalg", "pandas", "pyarrow.parquet", "sklearn.datasets"]
+PRELOAD += ["lightning.pytorch", "torch.utils.tensorboard", "tensorflow"]
+
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandaloneCluster]:
     """A master and two workers with two slots each, as processes of their own."""
+    os.environ[AGENT_NAME] = forked_python()[0]
     cluster = StandaloneCluster(tmp_path_factory.mktemp("spark"))
     yield cluster
     cluster.close()
@@ -30,7 +44,7 @@ def spark(cluster: StandaloneCluster, tmp_path_factory: pytest.TempPathFactory) 
     """A session on the cluster, with an executor on each worker. Only one can be in a process."""
     from pyspark.sql import SparkSession
 
-    os.environ.update(spark_environment())
+    os.environ.update(spark_environment(), PYSPARK_PYTHON=forked_python()[0])
     events = tmp_path_factory.mktemp("events")
     warehouse = tmp_path_factory.mktemp("warehouse")
     builder = (
@@ -40,6 +54,7 @@ def spark(cluster: StandaloneCluster, tmp_path_factory: pytest.TempPathFactory) 
         .config("spark.ui.showConsoleProgress", "false")
         .config("spark.driver.extraJavaOptions", QUICK_JAVA)
         .config("spark.executor.extraJavaOptions", QUICK_JAVA)
+        .config(*FORKED_DAEMON.split("="))
         .config("spark.executor.cores", "2")
         .config("spark.default.parallelism", "2")
         .config("spark.executor.memory", "1g")

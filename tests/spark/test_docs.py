@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ import pytest
 
 from horovod.spark import conf
 from tests.docs.pages import blocks, check_links
-from tests.spark.cluster import HANG, REPOSITORY, spark_environment
+from tests.forked_python import forked_python
+from tests.spark.cluster import HANG, REPOSITORY, forked_environment
 
 pytestmark = pytest.mark.timeout(900)  # a busy machine may take minutes to start Java
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "spark.md"
@@ -27,8 +27,8 @@ def test_every_block_is_a_program(tmp_path: Path):
         expected += re.findall(r"^print\(.*\)  # ([^:\n]+)", block, re.MULTILINE)
     assert expected == ["[(0, 30.0), (1, 30.0)]", "(0, 30.0)", "[20]", "true"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.spark.paste", *map(str, files)],
-        env=spark_environment(),
+        [*forked_python(), "-m", "tests.spark.paste", *map(str, files)],
+        env=forked_environment(),
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

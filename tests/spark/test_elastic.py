@@ -12,7 +12,7 @@ import pytest
 import horovod.spark
 from horovod.runner.functions.run_function import RemoteError
 from tests.spark import functions
-from tests.spark.cluster import StandaloneCluster, executor_of, newest_group, until
+from tests.spark.cluster import StandaloneCluster, executor_on, newest_group, until
 from tests.spark.training import Training
 
 pytestmark = pytest.mark.timeout(900)  # a busy machine may take minutes to start Java
@@ -52,9 +52,10 @@ def test_what_fails_is_replaced(whole: Any, tmp_path: Path):
     (first,) = {pid for _, _, pid in training.log()}
     first_workers = training.workers()
     (victim,) = set(first_workers) - {first}
-    assert executor_of(victim).pid != executor_of(first).pid
+    executor = executor_on(first_workers[victim])
+    assert executor.pid != executor_on(first_workers[first]).pid
     training.close_door()
-    executor_of(victim).kill()
+    executor.kill()
     alone = training.until_size(1, before)
     training.open_door()
     together = training.until_size(2, alone)

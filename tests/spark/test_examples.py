@@ -1,47 +1,50 @@
-"""The examples of the function API, run the way a user does: by spark-submit, cut short."""
+"""The examples of the function API, cut short: by spark-submit, and on the session's cluster."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.spark.cluster import HANG, QUICK_JAVA, REPOSITORY, spark_environment
+from tests.spark.cluster import FORKED_DAEMON, HANG, QUICK_JAVA, REPOSITORY, forked_environment
 
 pytestmark = pytest.mark.timeout(900)  # a busy machine may take minutes to start Java
 FOLDER = REPOSITORY / "examples" / "spark" / "pytorch"
 
 
-def submit(cwd: Path, script: str, *options: str) -> str:
+def test_run_learns_the_digits(tmp_path: Path):
+    settings = ["spark.ui.enabled=false", f"spark.driver.extraJavaOptions={QUICK_JAVA}"]
     command = [str(Path(sys.executable).parent / "spark-submit"), "--master", "local[2]"]
-    command += ["--conf", "spark.ui.enabled=false"]
-    command += ["--conf", f"spark.driver.extraJavaOptions={QUICK_JAVA}"]
+    command += [word for each in (*settings, FORKED_DAEMON) for word in ("--conf", each)]
+    command += [str(FOLDER / "pytorch_spark_run_mnist.py")]
     done = subprocess.run(
-        [*command, str(FOLDER / script), *options],
-        env=spark_environment(),
-        cwd=cwd,
+        [*command, "--epochs", "4", "--target-accuracy", "0.9"],
+        env=forked_environment(),
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=HANG,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
-    return done.stdout
+    assert done.stdout.count("[0]<stdout>:epoch") == 4
+    assert re.search(r"final test accuracy: [\d.]+%, 2 process\(es\)", done.stdout)
 
 
-def test_run_learns_the_digits(tmp_path: Path):
-    said = submit(
-        tmp_path, "pytorch_spark_run_mnist.py", "--epochs", "4", "--target-accuracy", "0.9"
-    )
-    assert said.count("[0]<stdout>:epoch") == 4
-    assert re.search(r"final test accuracy: [\d.]+%, 2 process\(es\)", said)
-
-
-def test_run_elastic_learns_the_digits(tmp_path: Path):
+def test_run_elastic_learns_the_digits(
+    whole: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
     options = ["--epochs", "4", "--min-num-proc", "2", "--max-num-proc", "2"]
     options += ["--target-accuracy", "0.9"]
-    said = submit(tmp_path, "pytorch_spark_elastic_mnist.py", *options)
+    monkeypatch.setattr(type(whole), "stop", lambda self: None)  # the session is everybody's
+    monkeypatch.setattr(sys, "argv", ["elastic", *options])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(FOLDER / "pytorch_spark_elastic_mnist.py"), run_name="__main__")
+    said = capfd.readouterr().out
+    assert ended.value.code == 0, said
     assert said.count("epoch") >= 4
     assert re.search(r"final accuracy: [\d.]+%, 2 process\(es\)", said)

@@ -23,7 +23,7 @@ from tests.files import contents
 from tests.spark import functions
 from tests.spark.cluster import (
     StandaloneCluster,
-    executor_of,
+    executor_on,
     executors,
     newest_group,
     until,
@@ -159,13 +159,15 @@ def test_a_killed_executor(whole: Any, tmp_path: Path):
     def kill() -> None:
         files = [tmp_path / f"rank-{rank}" for rank in range(2)]
         until(lambda: all(file.exists() and " " in file.read_text() for file in files))
-        executor_of(int(files[1].read_text().split()[0])).kill()
+        worker = psutil.Process(int(files[1].read_text().split()[0]))
+        executor_on(worker.environ()["HOROVOD_HOSTNAME"]).kill()
 
     before = executors(whole)
     killer = threading.Thread(target=kill)
     killer.start()
     with pytest.raises(RemoteError, match=r"lost: its Spark task or its executor ended"):
-        horovod.spark.run(functions.hang, (str(tmp_path),), num_proc=2)
+        # With a Python that starts its children itself, for its agent to end.
+        horovod.spark.run(functions.hang, (str(tmp_path),), num_proc=2, executable=sys.executable)
     killer.join()
     pids = [int(pid) for file in tmp_path.iterdir() for pid in file.read_text().split()]
     assert len(pids) == 4

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from horovod.spark.common.store import (
     Store,
 )
 from horovod.spark.common.stores.hdfs import HadoopFiles, look_at
+from tests.forked_python import forked_python
 from tests.ports import reserved_port
 from tests.spark.cluster import HANG, REPOSITORY
 from tests.spark.parquet import points, write
@@ -34,7 +34,7 @@ def run_program(program: str, *arguments: str, **settings: str) -> Any:
     """A program in a process of its own, with variables that it finds in its environment."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
     return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [*forked_python(), "-c", program, *arguments],
         capture_output=True,
         text=True,
         timeout=HANG,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 import runpy
 import signal
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 
 from horovod.common.generations.membership import membership
 from tests.elastic.job import ElasticJob
+from tests.elastic.training import this_worker
 from tests.ranks import listen, tell
 
 PATIENCE = 200.0  # seconds; on a busy machine TensorFlow may take a minute to import
@@ -53,8 +56,24 @@ def grow_and_lose(
         return outcome.result
 
 
-def run_script(path: str, *arguments: str) -> None:
+class _HaltingOutput(io.TextIOWrapper):
+    """The standard output of a worker, which halts where it prints something like `when`."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__(io.FileIO(1, "w", closefd=False), write_through=True)
+        self._when = when
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if re.search(self._when, text):
+            halt()
+        return count
+
+
+def run_script(path: str, when: str, *arguments: str) -> None:
     """What a worker does that runs a script; it has TensorFlow from the fork server."""
+    if this_worker() == "w0":
+        sys.stdout = _HaltingOutput(when)
     sys.argv = [path, *arguments]
     try:
         runpy.run_path(path, run_name="__main__")
@@ -66,11 +85,11 @@ def run_script(path: str, *arguments: str) -> None:
 def lose_one_of_two(path: str, *arguments: str, when: str) -> str:
     """What the second of two workers prints that run a script, when it has lost the first.
 
-    The first is killed once it has printed `when`.
+    The first stops once it has printed `when`, and is killed there, however fast the machine is.
     """
-    with ElasticJob(run_script, path, *arguments) as job:
+    with ElasticJob(run_script, path, when, *arguments) as job:
         job.start(2)
-        job.wait_for_output(0, when, PATIENCE)
+        assert job.heard(0, PATIENCE) == "halt"
         job.kill(0)
         job.lose(0)
         (outcome,) = job.wait(PATIENCE, [1])

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import horovod.tensorflow as hvd
+from horovod.common.optimizer_options import OptimizerOptions
 from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from horovod.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
 from horovod.tensorflow.gradients import GradientReduction
@@ -174,7 +175,7 @@ def _on_ranks(in_function: bool, scale: bool) -> tuple[list[Any], int]:
 
     def reduce(gradients: list[Any], variables: list[Any]) -> list[Any]:
         reduced.append(len(gradients))
-        return GradientReduction()(gradients, variables)
+        return GradientReduction(OptimizerOptions(), "sums")(gradients, variables)
 
     helper = LocalGradientAggregationHelperEager(
         2, reduce, False, False, scale_local_gradients=scale

@@ -246,9 +246,8 @@ def test_a_function_that_was_traced_before_reduces_with_the_new_ranks():
 
 
 def test_the_example_survives_a_kill_and_learns():
-    short = ("--epochs", "4", "--steps-per-epoch", "400", "--target-accuracy", "0.8")
+    short = ("--epochs", "4", "--lr", "0.003", "--target-accuracy", "0.8")
     output = lose_one_of_two(EXAMPLE, *short, when="epoch  1: ")
     epochs = [int(number) for number in re.findall(r"epoch +(\d): .* with 1 process", output)]
-    assert epochs, "lost too late to see anything"
-    assert epochs == list(range(epochs[0], 5))
+    assert epochs == [2, 3, 4], "it goes on from the last commit"
     assert "final test accuracy" in output

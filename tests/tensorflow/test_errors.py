@@ -17,8 +17,7 @@ import pytest
 import tensorflow as tf
 
 import horovod.tensorflow as hvd
-from horovod._keras.elastic import _raise_our_errors
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, raise_our_errors
 from horovod.engine.runtime import runtime
 from horovod.tensorflow.ops import failed_output
 from tests.ranks import RankPool, listen, run_ranks, start_ranks, tell
@@ -271,7 +270,7 @@ def _disagree_where_unsupported() -> str:
         patch.setattr(failed_output, "new_executor", None)  # as where the import failed
         with pytest.raises(errors.UnknownError) as caught:
             tf.function(_disagree)()
-    with pytest.raises(HorovodInternalError, match="mismatched shape"), _raise_our_errors():
+    with pytest.raises(HorovodInternalError, match="mismatched shape"), raise_our_errors():
         raise caught.value  # elastic training finds it
     assert float(hvd.allreduce(1.0, op=hvd.Sum)) == 2.0
     return caught.value.message

@@ -403,7 +403,7 @@ def test_a_process_set_leaves_other_ranks_alone():
         ({"groups": 0}, "groups must be a positive number"),
         ({"groups": -1}, "groups must be a positive number"),
         ({"groups": "all"}, "groups must be a positive number"),
-        ({"groups": [1, 2]}, "list of lists of variables"),
+        ({"groups": [1, 2]}, "list of lists, one for each group"),
         ({"op": 17}, "op must be one of"),
     ],
 )

@@ -9,7 +9,9 @@ import tensorflow as tf
 
 import horovod.tensorflow as hvd
 from horovod.common import process_sets
+from horovod.common.optimizer_options import OptimizerOptions
 from horovod.tensorflow import compression, functions, mpi_ops, util
+from tests.bindings.options import not_in
 
 _SCALE = "prescale_factor=1.0, postscale_factor=1.0"
 _REDUCE = (
@@ -189,3 +191,12 @@ def test_upstreams_other_helpers():
         hvd.check_extension("horovod.nosuch", "HOROVOD_WITH_NOSUCH", __file__)
     with pytest.raises(ValueError, match="power of two"):
         hvd.check_num_rank_power_of_2(3)
+
+
+def test_the_record_of_options_has_all_arguments():
+    for function, others in {
+        hvd.DistributedOptimizer: {"optimizer", "use_locking"},
+        hvd.DistributedGradientTape: {"gradtape"},
+        hvd.PartialDistributedGradientTape: {"gradtape", "local_layers"},
+    }.items():
+        assert not_in(OptimizerOptions, function) == others

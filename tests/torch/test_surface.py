@@ -11,6 +11,8 @@ import pytest
 import horovod.torch as hvd
 from horovod.common import process_sets, util
 from horovod.torch import compression, functions, mpi_ops
+from horovod.torch.optimizers.options import TorchOptions
+from tests.bindings.options import not_in
 
 _REDUCE = "average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0"
 _REDUCE_COMPRESSED = (
@@ -191,6 +193,10 @@ def test_reduce_operators_have_upstreams_values():
 )
 def test_helpers(name: str, signature: str):
     assert _signature(getattr(util, name)) == signature
+
+
+def test_the_record_of_options_has_all_arguments():
+    assert not_in(TorchOptions, hvd.DistributedOptimizer) == {"optimizer"}
 
 
 def test_importing_the_binding_imports_nothing_heavy():

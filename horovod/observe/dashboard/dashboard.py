@@ -24,7 +24,7 @@ from horovod.observe.dashboard import page
 from horovod.observe.dashboard.board import Board
 from horovod.observe.dashboard.processes import ProcessStates, StackRequests
 from horovod.observe.dashboard.rank import STOPPED_BY_LAUNCHER
-from horovod.observe.dashboard.reports import KEY_PREFIX, parse_key, parse_report
+from horovod.observe.dashboard.reports import KEY_PREFIX, ReportQueue, parse_key
 from horovod.observe.dashboard.server import Server
 from horovod.observe.dashboard.tails import OutputTails
 from horovod.runner.output.lines import Line
@@ -63,7 +63,7 @@ class Dashboard(JobWatcher):
         self._token = token
         self._tails = OutputTails()
         self._states = ProcessStates()
-        self._reports: deque[tuple[float, str, bytes]] = deque(maxlen=_MOST_QUEUED)
+        self._reports = ReportQueue(store)
         self._events: deque[tuple[float, str, dict[str, Any]]] = deque(maxlen=_MOST_QUEUED)
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
@@ -74,7 +74,6 @@ class Dashboard(JobWatcher):
         self._announced_crowding = False
         self._stacks = StackRequests()
         self._forgotten = 0  # the generation before which all reports are deleted from the store
-        store.watch(self._on_key)
         # A daemon, so that nothing that happens here keeps the launcher from ending.
         self._thread = threading.Thread(target=self._run, name="horovod-dashboard", daemon=True)
         self._thread.start()
@@ -106,13 +105,6 @@ class Dashboard(JobWatcher):
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 loop.call_soon_threadsafe(stop.set)
         self._thread.join(_PATIENCE)
-
-    def _on_key(self, key: str) -> None:
-        """Queue a report. The store's threads call this, so that no report is missed."""
-        if key.startswith(KEY_PREFIX):
-            value = self._store.try_get(key)
-            if value is not None:
-                self._reports.append((time.time(), key, value))
 
     # -- in the thread ---------------------------------------------------------------------
 
@@ -154,17 +146,15 @@ class Dashboard(JobWatcher):
     def _take_all(self) -> None:
         """Take all events and reports since the last call, in the order of time."""
         board = self._board
-        events, reports = _drained(self._events), _drained(self._reports)
+        events = deque(self._events.popleft() for _ in range(len(self._events)))
+        reports = self._reports.take()
         while events or reports:
             if events and (not reports or events[0][0] <= reports[0][0]):
                 at, event, details = events.popleft()
                 self._take_event(event, details, at)
             else:
-                at, key, content = reports.popleft()
-                found = parse_key(key)
-                report = parse_report(*found, content) if found is not None else None
-                if report is not None:
-                    board.take_report(report, at)
+                at, report = reports.popleft()
+                board.take_report(report, at)
         self._forget_reports()
         self._states.look(board)
         board.update(time.time())
@@ -297,10 +287,3 @@ def write_file(path: str, text: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-
-
-def _drained(queue: deque[Any]) -> deque[Any]:
-    found: deque[Any] = deque()
-    for _ in range(len(queue)):
-        found.append(queue.popleft())
-    return found

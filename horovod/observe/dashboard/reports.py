@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from horovod.common.store import MemoryStore
 
 KEY_PREFIX = "stats/"
 STATES = ("starting", "training", "waiting", "ended")
 
 _MOST_BYTES = 1 << 20
+_MOST_QUEUED = 10_000
 _MOST_STEPS = 50
 _MOST_VALUES = 200
 _MOST_METRICS = 32
@@ -106,6 +111,33 @@ class Report:
     steps: tuple[ReportedStep, ...] = ()
     waiting: Waiting | None = None
     metrics: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+
+
+class ReportQueue:
+    """The reports as they come into the job's store, until somebody takes them."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self._entries: deque[tuple[float, str, bytes]] = deque(maxlen=_MOST_QUEUED)
+        store.watch(self._on_key)
+
+    def take(self) -> deque[tuple[float, Report]]:
+        """Return the reports since the last call that make sense, with the times they came at."""
+        taken: deque[tuple[float, Report]] = deque()
+        for _ in range(len(self._entries)):
+            at, key, content = self._entries.popleft()
+            found = parse_key(key)
+            report = parse_report(*found, content) if found is not None else None
+            if report is not None:
+                taken.append((at, report))
+        return taken
+
+    def _on_key(self, key: str) -> None:
+        """Queue a report. The store's threads call this, so that no report is missed."""
+        if key.startswith(KEY_PREFIX):
+            value = self._store.try_get(key)
+            if value is not None:
+                self._entries.append((time.time(), key, value))
 
 
 def parse_key(key: str) -> tuple[int, int] | None:

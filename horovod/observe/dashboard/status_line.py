@@ -7,14 +7,13 @@ same picture of them, and so calls the same ranks slow. `output.progress` shows 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 from horovod.common.store import MemoryStore
 from horovod.observe.dashboard.board import Board
 from horovod.observe.dashboard.processes import ProcessStates
-from horovod.observe.dashboard.reports import KEY_PREFIX, parse_key, parse_report
+from horovod.observe.dashboard.reports import ReportQueue
 from horovod.observe.dashboard.stragglers import SILENT, STOPPED
 from horovod.observe.dashboard.watching import INTERVAL
 from horovod.observe.reports.slow_ranks import BACKWARD, COMPUTE, LINK
@@ -23,7 +22,6 @@ from horovod.runner.output.watcher import JobWatcher
 
 _REPORT_SECONDS = 1.0  # between two reports of a rank
 _LONG_WAIT = 3.0  # seconds; shorter waits for a rank are not worth a word
-_MOST_QUEUED = 10_000
 _REASONS = {
     STOPPED: "is stopped",
     SILENT: "is silent",
@@ -41,9 +39,7 @@ class StatusLine(JobWatcher):
         self._interval = float(environ.get(INTERVAL) or _REPORT_SECONDS)
         self._board = Board("", time.time(), self._interval, elastic)
         self._states = ProcessStates()
-        self._store = store
-        self._reports: deque[tuple[float, str, bytes]] = deque(maxlen=_MOST_QUEUED)
-        store.watch(self._on_key)
+        self._reports = ReportQueue(store)
 
     def variables(self) -> dict[str, str]:
         return {INTERVAL: f"{self._interval:g}"}
@@ -57,21 +53,11 @@ class StatusLine(JobWatcher):
             self._board.exited_worker(str(details["worker"]), int(details["code"]))
 
     def status(self) -> str:
-        while self._reports:
-            at, key, content = self._reports.popleft()
-            found = parse_key(key)
-            report = parse_report(*found, content) if found is not None else None
-            if report is not None:
-                self._board.take_report(report, at)
+        for at, report in self._reports.take():
+            self._board.take_report(report, at)
         self._states.look(self._board)
         self._board.update(time.time())
         return describe(self._board.changes())
-
-    def _on_key(self, key: str) -> None:
-        if key.startswith(KEY_PREFIX):
-            value = self._store.try_get(key)
-            if value is not None:
-                self._reports.append((time.time(), key, value))
 
 
 def describe(picture: Mapping[str, Any]) -> str:

@@ -94,7 +94,12 @@ class StallInspector:
             text = f"The job's store does not answer: is this host cut off? {text}"
         if fatal:
             logger.error("%s\nShutting down after %g s, as configured.", text, waited)
-            channel.abort(HorovodInternalError(f"stalled for {waited:.1f} s: {text}"))
+            reports = reports or {}
+            missing = find_missing(channel.group.size, reports)
+            # Those that wait for nothing come first: others may have gone on waiting only now.
+            silent = sorted((missing.keys() - reports.keys()) or missing)
+            why = f"stalled for {waited:.1f} s: {text}"
+            channel.abort(HorovodInternalError(why, ranks=silent))
         elif not reports or min(reports) == channel.group.rank:
             logger.warning("%s%s", text, "" if self._shut_down_after else f"\n{_ADVICE}")
 
@@ -143,18 +148,22 @@ def _reports(group: Group, mine: dict[str, Any], fatal: bool) -> Reports:
     return reports
 
 
+def find_missing(size: int, reports: Reports) -> dict[int, list[str]]:
+    """Return the ranks that have not submitted what others wait for, and what that is."""
+    names = list(dict.fromkeys(name for report in reports.values() for name in report["tensors"]))
+    missing: dict[int, list[str]] = {}
+    for rank in range(size):
+        own = reports[rank]["tensors"] if rank in reports else {}
+        lacking = [name for name in names if name not in own]
+        if lacking:
+            missing[rank] = lacking
+    return missing
+
+
 def describe(channel: ObservedChannel, reports: Reports, waited: float) -> str:
     """Who waits for what since when and where, and who is missing."""
     group = channel.group
-    sources: dict[str, dict[int, str]] = {}
-    for rank, report in reports.items():
-        for name, source in report["tensors"].items():
-            sources.setdefault(name, {})[rank] = source
-    missing: dict[int, list[str]] = {}
-    for name, holders in sources.items():
-        for rank in range(group.size):
-            if rank not in holders:
-                missing.setdefault(rank, []).append(name)
+    missing = find_missing(group.size, reports)
     lines = [
         f"Some ranks have waited {waited:.1f} s for operations that others have not submitted. "
         f"The others may be dead, stopped, busy, or running other operations. Missing ranks:"

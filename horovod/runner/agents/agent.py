@@ -31,8 +31,8 @@ Commands come on stdin, as the agent's source did; end of file stands for a lost
 Events, in the frames of `frames`: ``{"hello": {...}}``; for each worker ``{"started": {"id",
 "pid"}}`` or ``{"failed": {"id", "errno", "what"}}``; ``{"exited": [[id, code], ...]}``, codes
 negative for signals, workers that were found dead at the same moment in one event; ``{"note":
-text}`` for people; ``{"stuck": [pid, ...]}`` for what even SIGKILL did not end; ``{"finished":
-true}``.
+text}`` for people; ``{"stuck": [pid, ...]}`` for what even SIGKILL did not end; ``{"alive": true}``
+now and then; ``{"finished": true}``.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ class Agent:
                 self._end(SIGNAL_GRACE)
             while self._answers:
                 self._output.emit(self._answers.pop())
+            self._output.pulse()
             if self._expire(time.monotonic()):
                 break
         self._output.drain()
@@ -285,10 +286,10 @@ class Agent:
             self.stop(LEFTOVER_GRACE)
         return alive
 
-    def _patience(self) -> float | None:
+    def _patience(self) -> float:
         deadlines = [worker.deadline for worker in self._workers.values()]
         known = [each for each in (*deadlines, self._deadline) if each is not None]
-        return max(0.0, min(known) - time.monotonic()) if known else None
+        return max(0.0, min([self._output.next_pulse, *known]) - time.monotonic())
 
     def _expire(self, now: float) -> bool:
         """Kill what is past its deadline; return True if processes survive even that."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import marshal
 import os
 import select
+import time
 
 TYPE_CHECKING = False  # as in typing, whose import would delay the agent's start
 if TYPE_CHECKING:
@@ -209,6 +210,10 @@ _CHUNK = 1 << 16
 _MOST_UNSENT = 4 << 20  # bytes
 _DRAIN_READS = 32  # a pipe holds no more than this many chunks
 
+_PULSE = 30.0
+"""Seconds between signs of life. The connection, such as sshd's, may not notice for hours that the
+launcher is gone, or has given this host up, while nothing is sent."""
+
 
 class _Stream:
     """The reading end of a worker's stdout or stderr."""
@@ -226,12 +231,19 @@ class LauncherOutput:
         self._poller = poller
         self._streams: list[_Stream] = []
         self._paused = False
+        self.next_pulse = time.monotonic() + _PULSE  # when `pulse` has something to do
         self._unsent = bytearray(MARK)
         os.set_blocking(1, False)
 
     def emit(self, event: dict[str, Any]) -> None:
         """Send an event to the launcher."""
         self._send(event_frame(to_json(event).encode()))
+
+    def pulse(self) -> None:
+        """Send a sign of life if it is time for one."""
+        if time.monotonic() >= self.next_pulse:
+            self.next_pulse = time.monotonic() + _PULSE
+            self.emit({"alive": True})
 
     def follow(self, fd: int, worker: int, kind: int) -> None:
         """Pass on what a worker writes into a pipe, until its end.

@@ -145,12 +145,8 @@ def _try_all(
 def _knock(address: str, port: int, key: bytes, timeout: float) -> None:
     """Do the handshake with a store; raise `OSError` unless it knows the key."""
     mine = os.urandom(_NONCE_BYTES)
-    host = address.encode()  # text would be encoded by a module that takes 10 ms to import
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM)[0]
-    sock = socket.socket(family, kind, protocol)
+    sock = _connect(address, port, timeout)
     try:
-        sock.settimeout(timeout)
-        sock.connect(target)
         sock.sendall(_HELLO + mine)
         answer = b""
         while len(answer) < len(_HELLO) + _NONCE_BYTES + _TAG_BYTES:
@@ -164,6 +160,22 @@ def _knock(address: str, port: int, key: bytes, timeout: float) -> None:
         sock.sendall(authenticate(key, b"client" + nonces))
     finally:
         sock.close()
+
+
+def _connect(address: str, port: int, timeout: float) -> socket.socket:
+    """Connect by the first of the name's addresses that answers."""
+    host = address.encode()  # text would be encoded by a module that takes 10 ms to import
+    failure: OSError = ConnectionError("the name has no address")
+    for family, kind, protocol, _, target in socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        sock.settimeout(timeout)
+        try:
+            sock.connect(target)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+    raise failure
 
 
 def authenticate(key: bytes, message: bytes) -> bytes:

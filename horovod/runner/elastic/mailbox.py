@@ -191,3 +191,5 @@ class Inbox:
         if number == state.number:
             state.mark_formed()
             self._decisions.forget_old()
+        else:  # a newer decision was made meanwhile: its older workers have the state
+            state.last_formed = max(state.last_formed, number)

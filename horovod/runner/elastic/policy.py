@@ -113,7 +113,7 @@ def expect_assignments(state: JobState, limits: Limits) -> dict[int, Slot]:
     # Workers that are not started yet take the slots that the others leave free.
     above = 1 + max((worker.index for worker in state.workers), default=-1)
     new += [Process(last + 1 + n, host, above + n) for n, host in enumerate(more)]
-    return arrange([*keep, *_assign_seats(state, keep, new)])
+    return arrange(_assign_seats(state, keep, new))
 
 
 def arrange(members: Iterable[Process]) -> dict[int, Slot]:
@@ -209,12 +209,12 @@ def _propose(
         kind = "mixed" if joining else "removed"
     else:
         kind = "added"
-    joined = _assign_seats(state, keep, joining)
+    proposed = _assign_seats(state, keep, joining)
     return Proposal(
-        members=tuple(sorted([*keep, *joined], key=lambda w: w.age)),
+        members=tuple(sorted(proposed, key=lambda w: w.age)),
         kind=kind,
         lost=(*state.failed_workers, *state.finished_workers),
-        added=tuple(worker.number for worker in joined),
+        added=tuple(worker.number for worker in proposed[len(keep) :]),
         min_np=limits.min_np,
     )
 
@@ -222,26 +222,33 @@ def _propose(
 def _assign_seats(
     state: JobState, keep: Sequence[Process], joining: Sequence[Process]
 ) -> list[Process]:
-    """Give workers that join the members `keep` their seats, host by host, and their slots.
+    """Return the members `keep` and workers that join, with the seats and slots of all.
 
-    A worker takes the lowest slot that no member of its host has. Nearly always that is the slot in
-    which it was started; it is a lower one if the worker there is late, or was lost meanwhile. Its
-    first local rank is then its slot, because all lower slots are occupied: a script that chooses a
-    GPU by it never chooses that of a member, whose slot is another one.
+    Those that join get their seats host by host. A worker takes the lowest slot that no member of
+    its host has. Nearly always that is the slot in which it was started; it is a lower one if the
+    worker there is late, or was lost meanwhile. Its first local rank is then its slot, because all
+    lower slots are occupied: a script that chooses a GPU by it never chooses that of a member,
+    whose slot is another one. A member that has not been in a generation that formed does not know
+    its local rank yet, so it takes the lowest slot anew: those below may have become free.
     """
-    occupied: dict[str, set[int]] = {worker.host: set() for worker in joining}
-    for worker in keep:
-        occupied.setdefault(worker.host, set()).add(worker.index)
+    occupied: dict[str, set[int]] = {worker.host: set() for worker in [*keep, *joining]}
+    for worker in filter(state.has_state, keep):
+        occupied[worker.host].add(worker.index)
     free = {
         host: itertools.filterfalse(taken.__contains__, itertools.count())
         for host, taken in occupied.items()
     }
-    slots = {w.number: next(free[w.host]) for w in sorted(joining, key=lambda w: w.index)}
+    movable = [*itertools.filterfalse(state.has_state, keep), *joining]
+    slots = {w.number: next(free[w.host]) for w in sorted(movable, key=lambda w: w.index)}
     order = {host: position for position, host in enumerate(state.hosts)}
     ordered = sorted(joining, key=lambda w: (order.get(w.host, len(order)), w.number))
-    return [
-        dataclasses.replace(worker, joined=state.number + 1, seat=seat, index=slots[worker.number])
+    seated = [
+        dataclasses.replace(worker, joined=state.number + 1, seat=seat)
         for seat, worker in enumerate(ordered)
+    ]
+    return [
+        dataclasses.replace(worker, index=slots.get(worker.number, worker.index))
+        for worker in [*keep, *seated]
     ]
 
 

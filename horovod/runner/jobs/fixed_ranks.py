@@ -8,6 +8,7 @@ host that is lost, ends the others; if several fail, the account is about the ca
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Sequence
 
 from horovod.common.generations.loss_note import read_note
@@ -52,6 +53,7 @@ class FixedRanks(JobPolicy):
         self._running: set[int] = set()
         self._cause = CauseFinder()
         self._bystanders = 0
+        self._stopped_at = 0.0  # when it began to end all ranks
         self._awaits_cause = False  # whether it waits for ranks that are said to be the cause
 
     def begin(self) -> None:
@@ -136,7 +138,11 @@ class FixedRanks(JobPolicy):
                 f"{agent.name} (rank {who}) {how}; stopping the others",
                 Colour.FAILURE,
             )
-            self._job.stop(FAILURE_GRACE)
+            self._stop_ranks()
+
+    def _stop_ranks(self) -> None:
+        self._stopped_at = time.monotonic()
+        self._job.stop(FAILURE_GRACE)
 
     # -- workers ---------------------------------------------------------------------------
 
@@ -185,9 +191,14 @@ class FixedRanks(JobPolicy):
         if self._job.supervisor.signals or (stopping and not self._cause.failures):
             return
         # A failure that is reported later may have happened earlier; what we have ended did not.
-        self._cause.add(o for o in failures if not (stopping and -o.code == signal.SIGTERM))
+        self._cause.add(o for o in failures if not (stopping and self._is_ours(o)))
         if self._cause.failures and not stopping:
             self._look_for_cause()
+
+    def _is_ours(self, one: Exit) -> bool:
+        """Return whether we have ended a rank, as those that hang by force."""
+        is_late = time.monotonic() >= self._stopped_at + FAILURE_GRACE
+        return -one.code == signal.SIGTERM or (-one.code == signal.SIGKILL and is_late)
 
     def _exit(self, rank: int, code: int, host: str) -> Exit:
         because_of = read_note(self._job.endpoints.store, str(rank)) if code else None
@@ -211,23 +222,27 @@ class FixedRanks(JobPolicy):
             return
         self._bystanders = len(self._running)
         awaited = self._cause.awaited(self._running)
-        self._job.stop(FAILURE_GRACE)
-        if len(self._request.hosts) == 1 and not awaited:
+        self._stop_ranks()
+        if awaited:  # to end, by force if they hang
+            self._job.call_later(FAILURE_GRACE + _BLAME_WINDOW, self._blame)
+        elif len(self._request.hosts) == 1:
             self._blame()
         else:
             self._job.call_later(_BLAME_WINDOW, self._blame)
 
     def _blame(self) -> None:
-        """Decide which of the failures so far is the cause."""
-        failure = self._cause.first()
+        """Decide which of the failures so far is the cause, unless the loss of a host is."""
+        failure, lost = self._cause.first(), self.outcome.lost
         if failure is None or self.outcome.first_failure is not None:
             return
+        if lost is not None and self._cause.awaited(lost.ranks):
+            return  # the others say that they failed because of a rank there
         self.outcome.first_failure = failure
         self.blamed_worker = failure.rank
         early = self.outcome.early_exits = self._cause.early_exits(self.outcome.exits)
         if early:
             who = format_ranks([one.rank for one in early])
-            self._console.say(f"rank {who} left the job early", Colour.FAILURE)
+            self._console.say(f"other ranks waited for rank {who} in vain", Colour.FAILURE)
             return
         others = f"; stopping the other {self._bystanders}" if self._bystanders else ""
         where = self._on(failure.host)

@@ -93,7 +93,7 @@ class Outcome:
 
     exits: list[Exit] = field(default_factory=list)  # in the order in which workers ended
     first_failure: Exit | None = None
-    early_exits: Sequence[Exit] = ()  # ranks that left Horovod while others needed them: the cause
+    early_exits: Sequence[Exit] = ()  # ranks that others waited for in vain: the cause
     lost: LostHost | None = None  # the host whose loss ended the job
     interrupted: int | None = None  # the signal that the launcher got first
     output_lost: bool = False
@@ -148,7 +148,7 @@ class CauseFinder:
         return first_to_fail(self.failures)
 
     def early_exits(self, exits: Sequence[Exit]) -> list[Exit]:
-        """Return the exits of ranks that left Horovod while other ranks still needed them.
+        """Return the exits of ranks that others waited for in vain: they had left, or hung.
 
         There are none if any rank failed by itself.
         """
@@ -240,7 +240,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def _how_early(one: Exit) -> str:
     if -one.code in (signal.SIGTERM, signal.SIGKILL):  # we have ended it
-        return "left Horovod while other ranks still needed it, and ran on until it was ended"
+        return "took no part in what other ranks waited for, and ran on until it was ended"
     return f"{one.describe()}, while other ranks still needed it for a collective operation"
 
 

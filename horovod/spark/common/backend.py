@@ -85,9 +85,8 @@ class SparkBackend(Backend):
         full.update(env or {})
         full.pop("CUDA_VISIBLE_DEVICES", None)
         if "horovod.engine" in sys.modules:
-            full[TORCH_VERSION_SAID] = (
-                "1"  # this process, which has the same torch, has warned of its version
-            )
+            # This process, which has the same torch, has warned of its version.
+            full[TORCH_VERSION_SAID] = "1"
         return list(
             horovod.spark.run(
                 fn,

@@ -1,11 +1,12 @@
 """Buckets on a device: gradients that are reduced together, in one flat buffer.
 
-`horovod.torch.gradients.direct_reducer` makes them and says when. Each gradient is copied into its
-part of a new flat tensor as soon as backward has made it, multiplied by the factor of the average
-on the way, and from then on *is* a view of that tensor, so that nothing is copied back:
-`param.grad` is another tensor than the one that backward made. The memory is torch's to reuse as
-soon as the program drops the gradients, as with `zero_grad(set_to_none=True)`. A program that keeps
-them (`set_to_none=False`) lets the next backward add to the views, and then nothing is copied.
+`horovod.torch.gradients.direct_reducer` makes them and says when. As soon as backward has made all
+gradients of a bucket, they are copied into a new flat tensor by one kernel, and multiplied by the
+factor of the average by another. From then on each *is* a view of that tensor, so that nothing is
+copied back: `param.grad` is another tensor than the one that backward made. The memory can
+be used again as soon as the program drops the gradients, as with `zero_grad(set_to_none=True)`. A
+program that keeps them (`set_to_none=False`) lets the next backward add to the views, and then
+nothing is copied.
 
 Each part begins at a multiple of 16 bytes, as memory of its own would: torch.compile makes kernels
 that fail where a tensor does not, and others are slower there. What lies between the parts is
@@ -69,7 +70,6 @@ class DeviceBucket:
         counts = [param.numel() for _, param in params]
         self.num_elements = sum(counts)  # of all gradients
         self.nbytes = self.num_elements * first.dtype.itemsize
-        self.begins_in_backward = False  # as soon as all of its gradients have arrived
         self._prescale_factor, self._scale = reduction.prescale_factor, reduction.scale
         self._contiguous = all(param.is_contiguous() for _, param in params)
         gaps = [*(-count % (ALIGNMENT // first.dtype.itemsize) for count in counts[:-1]), 0]
@@ -89,7 +89,6 @@ class DeviceBucket:
         self.work: DeviceWork | None = None
         self.timing: LaneTiming | None = None  # where it is noted how long it is waited for
         self._flat: Tensor | None = None  # what is reduced
-        self._views: list[Tensor] = []  # its parts, if it is a new buffer
         self._buffer: Tensor | None = None  # what is reduced, if gradients are views of it
         self._version = 0
         self._noted: list[Tensor | None] = []
@@ -103,40 +102,12 @@ class DeviceBucket:
 
     # -- in a step -------------------------------------------------------------------------
 
-    def take(self, position: int) -> None:
-        """The gradient of the parameter at this position is complete: copy it into the buffer.
-
-        Only in buckets that begin in backward: what is left until the step may still be changed
-        by the program. Whatever is not copied here is copied by `pack`.
-        """
-        self.awaited -= 1
-        param = self.params[position][1]
-        gradient = param.grad
-        if (
-            not self.begins_in_backward
-            or self.wire is not None
-            or gradient is None
-            or gradient.requires_grad
-            or gradient.is_sparse
-            or gradient.dtype is not self.dtype
-            or (self._flat is None and self._lies_at(gradient, position))
-        ):
-            return
-        buffer = self._make_buffer() if self._flat is None else self._flat
-        view = self._views[position]
-        # In one kernel, while the gradient is still in the device's cache.
-        torch.mul(gradient, self._prescale_factor, out=view)
-        param.grad = self._noted[position] = view
-        self._version = buffer._version
-
     def pack(self) -> Tensor:
         """Bring all gradients into one flat tensor, which is then to be reduced.
 
         A parameter without a gradient counts as zeros: other ranks may have one. Changes that are
         made through the tensor do not count as the program's: see `check_unchanged`.
         """
-        if self._flat is not None:  # some were taken while backward went on
-            return self._complete(self._flat)
         params = [param for _, param in self.params]
         gradients = [_gradient(param) for param in params]
         self._flat = self._buffer_of(gradients)
@@ -145,57 +116,33 @@ class DeviceBucket:
         elif self.wire is not None:
             self._flat = self._pack_narrow(params, gradients)
         else:
-            return self._complete(self._make_buffer())
+            self._flat = self._pack_anew(params, gradients)
         packed = self._flat.data
         if self._prescale_factor != 1.0:
             packed.mul_(self._prescale_factor)
         return packed
 
-    def _make_buffer(self) -> Tensor:
-        """Allocate a buffer for this step's gradients."""
-        self._flat = torch.empty(self.count, dtype=self.dtype, device=self.device)
-        self._version = self._flat._version
-        self._views = self._parts(self._flat)
-        self._noted = [None] * len(self.params)
-        return self._flat
-
-    def _complete(self, buffer: Tensor) -> Tensor:
-        """Fill the parts of the buffer whose gradients are not in it yet."""
-        was_changed = buffer._version != self._version
+    def _pack_anew(self, params: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
+        """Copy the gradients into a new buffer, of which they are views from now on."""
+        buffer = torch.empty(self.count, dtype=self.dtype, device=self.device)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        empty: list[Tensor] = []
-        noted = list(self._noted)
-        for position, (_, param) in enumerate(self.params):
-            view = self._views[position]
-            if noted[position] is view and param.grad is view:
-                continue
-            gradient = _gradient(param)
-            noted[position] = view
+        noted: list[Tensor | None] = []
+        for param, gradient, view in zip(params, gradients, self._parts(buffer), strict=True):
             if gradient is None:
-                empty.append(view)
+                view.zero_()
             else:
                 targets.append(view)
                 sources.append(gradient.detach())
             if gradient is not None and (gradient.requires_grad or gradient.dtype != self.dtype):
-                self._copies.append((gradient.detach(), view))
-                noted[position] = gradient
+                self._copies.append((sources[-1], view))
             elif param.requires_grad:
                 param.grad = view
-            else:
-                noted[position] = param.grad
+            noted.append(param.grad)
         if targets:
             torch._foreach_copy_(targets, sources)
-            if self._prescale_factor != 1.0:
-                torch._foreach_mul_(targets, self._prescale_factor)
-        if empty:
-            torch._foreach_zero_(empty)
         self._note(buffer, noted)
-        if (
-            was_changed
-        ):  # `check_unchanged` says so when the other ranks have got what they wait for
-            self._version = -1
-        return buffer.data
+        return buffer
 
     def _pack_narrow(self, params: Sequence[Tensor], gradients: list[Tensor | None]) -> Tensor:
         """Copy the gradients into a buffer of a narrower type; they get the result in the end."""
@@ -230,13 +177,6 @@ class DeviceBucket:
             ):
                 return None
         return first.detach().as_strided((self.count,), (1,))
-
-    def _lies_at(self, gradient: Tensor, position: int) -> bool:
-        """Whether it seems to be a view of a buffer of an earlier step: `pack` looks closely."""
-        return (
-            gradient.storage_offset() == self._offsets[position]
-            and gradient.untyped_storage().nbytes() == self._buffer_bytes
-        )
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
         """Return the parts of a flat tensor, shaped and laid out like the parameters."""

@@ -2,8 +2,8 @@
 
 Used by `horovod.torch.gradients.reducer` once the ranks have agreed on an order, where all
 gradients are on devices and the device's library (NCCL, XCCL) reduces them. Nothing is asked of the
-other ranks and no other thread is woken: each hook copies its gradient into the bucket's buffer,
-and the last one puts the reduction into the library's queue (`horovod.engine.execution.lane`).
+other ranks and no other thread is woken: the hook of a bucket's last gradient packs them all and
+puts the reduction into the library's queue (`horovod.engine.execution.lane`).
 `finish` lets the device, and not the host, wait for the results, and has the ranks compare what
 they have begun, which the next step looks at.
 """
@@ -54,11 +54,9 @@ class DirectReducer:
     ) -> None:
         self.lane = lane
         self.buckets = list(buckets)
-        # The bucket of each parameter and its position there, by the parameter's index.
+        # The bucket of each parameter, by the parameter's index.
         self._bucket_of = {
-            index_of[param]: (bucket, position)
-            for bucket in buckets
-            for position, (_, param) in enumerate(bucket.params)
+            index_of[param]: bucket for bucket in buckets for _, param in bucket.params
         }
         self._confirmation: Request | None = None  # of the last step
         self._timing: LaneTiming | None = None  # of this step, if it is measured
@@ -77,8 +75,6 @@ class DirectReducer:
         self._measures_all = False
         self._order = list(order)
         self._num_early = num_early
-        for number, bucket in enumerate(order):
-            bucket.begins_in_backward = number < num_early
         self._next = 0  # of the order: those before it have begun
         forms = [(bucket.wire_dtype, bucket.count) for bucket in self._order]
         self._plan = LanePlan.of(forms)
@@ -104,8 +100,8 @@ class DirectReducer:
             self._is_first = False
             if self._is_measured():
                 self._timing = LaneTiming(self.lane.device)
-        bucket, position = self._bucket_of[index]
-        bucket.take(position)
+        bucket = self._bucket_of[index]
+        bucket.awaited -= 1
         if bucket.awaited <= 0:
             while self._next < self._num_early and self._order[self._next].awaited <= 0:
                 self._begin_next()

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from horovod.common.optimizer_arguments import predivide_factors
-from horovod.common.process_sets import ProcessSet
+from horovod.common.optimizer_options import OptimizerOptions
 from horovod.common.reduce_op import ReduceOp
 from horovod.engine.arguments import set_id, set_size
 from horovod.engine.collective import Collective, Kind, Reduction
@@ -36,22 +35,17 @@ class BucketSubmitter:
     def __init__(
         self,
         params: Sequence[Named],
-        *,
-        compression: type[Compressor],
-        op: ReduceOp,
-        gradient_predivide_factor: float,
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
+        options: OptimizerOptions,
         hook: CommunicationHook | None = None,
         is_exclusive: bool = False,
     ) -> None:
+        self._wanted: type[Compressor] = options.compression
         # In host memory the transport compresses, where the bytes leave the host.
-        wire = wire_type(compression, params)
-        self._wanted = compression
-        self._compression = compression if wire is None else NoneCompressor
-        self._reduction = Reduction(op, *predivide_factors(gradient_predivide_factor, op), wire)
-        self._sparse_as_dense = sparse_as_dense
-        self.process_set = process_set
+        wire = wire_type(self._wanted, params)
+        self._compression = self._wanted if wire is None else NoneCompressor
+        self._reduction = Reduction(options.op, *options.predivide_factors, wire)
+        self._sparse_as_dense = options.sparse_as_dense
+        self.process_set = options.process_set
         self.hook = hook
         self.is_exclusive = is_exclusive  # whether somebody waits for one bucket after the other
         # What the ranks have agreed on: the optimizer's name, and whose gradients are sparse.

@@ -130,14 +130,8 @@ def allreduce_(
     ):
         return tensor
     reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
-    buffers = reduction_inputs([tensor], reduction)
-    if buffers[0] is not tensor:
-        check_writable(tensor)
-    collective = _collective(name, reduction, process_set)
-    runtime.submit(collective, buffers, buffers, background=False).wait()
-    if buffers[0] is not tensor:
-        write_back(tensor, buffers[0])
-    return tensor
+    request, finish = start_in_place([tensor], name, reduction, process_set, background=False)
+    return finish(request.wait())[0]
 
 
 @breaks_graph("use hvd.allreduce_")

@@ -6,6 +6,7 @@ within a process set.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,13 +83,8 @@ def broadcast_(
     if is_compiling():
         operators.broadcast_(tensor, root_rank, name, process_set)
         return tensor
-    buffer = movement_input(tensor)
-    if buffer is not tensor:
-        check_writable(tensor)
-    _start(buffer, buffer, root_rank, name, process_set, background=False).wait()
-    if buffer is not tensor:
-        write_back(tensor, buffer)
-    return tensor
+    request, finish = _start_in_place(tensor, root_rank, name, process_set, background=False)
+    return finish(request.wait())
 
 
 @breaks_graph("use hvd.broadcast_")
@@ -102,17 +98,7 @@ def broadcast_async_(
 
     `root_rank`, `name` and `process_set` are those of `broadcast`.
     """
-    buffer = movement_input(tensor)
-    if buffer is not tensor:
-        check_writable(tensor)
-    request = _start(buffer, buffer, root_rank, name, process_set)
-
-    def finish(_: Any) -> Tensor:
-        if buffer is not tensor:
-            write_back(tensor, buffer)
-        return tensor
-
-    return handles.hand_out(request, finish)
+    return handles.hand_out(*_start_in_place(tensor, root_rank, name, process_set))
 
 
 class HorovodBroadcast(torch.autograd.Function):
@@ -164,3 +150,24 @@ def _start(
     """Enqueue a broadcast; without `background` the caller waits at once."""
     collective = Collective(Kind.BROADCAST, name, set_id(process_set), root_rank=root_rank)
     return runtime.submit(collective, [source], [output], background=background)
+
+
+def _start_in_place(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    background: bool = True,
+) -> tuple[Request, Callable[[Any], Tensor]]:
+    """Enqueue a broadcast in place; also what turns its result into the caller's tensor."""
+    buffer = movement_input(tensor)
+    if buffer is not tensor:
+        check_writable(tensor)
+    request = _start(buffer, buffer, root_rank, name, process_set, background)
+
+    def finish(_: Any) -> Tensor:
+        if buffer is not tensor:
+            write_back(tensor, buffer)
+        return tensor
+
+    return request, finish

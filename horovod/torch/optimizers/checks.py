@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from horovod.common.optimizer_arguments import check_groups
 from horovod.common.process_sets import ProcessSet
 from horovod.common.util import split_list
 from horovod.engine.arguments import set_size
@@ -24,12 +23,12 @@ from horovod.torch.gradients.dtensors import part_of
 from horovod.torch.hooks.base import CommunicationHook
 from horovod.torch.ops.objects import allgather_object
 from horovod.torch.optimizers.local_steps import check_local_steps
-from horovod.torch.optimizers.options import OptimizerOptions, check_combinations, check_values
+from horovod.torch.optimizers.options import TorchOptions, check_combinations, check_values
 
 # These are each rank's own business, or compared in another form.
 _NOT_COMPARED = (
     *("named_parameters", "groups", "process_set", "backward_passes_per_step"),
-    "local_steps",
+    "schedule",
 )
 
 
@@ -46,10 +45,10 @@ def takes_part(process_set: Any) -> bool:
 
 def check_options(
     optimizer: Any,
-    options: OptimizerOptions,
+    options: TorchOptions,
     problem: Exception | None = None,
     agree: bool = True,
-) -> tuple[list[Named], list[list[Named]] | None]:
+) -> tuple[TorchOptions, list[Named], list[list[Named]] | None]:
     """Check the options of an optimizer, on all ranks together.
 
     Args:
@@ -60,7 +59,8 @@ def check_options(
             this rank alone.
 
     Returns:
-        The parameters with their names, and the groups, if the user has given any.
+        The options in their one form, the parameters with their names, and the groups, if the user
+        has given any.
     """
     several = takes_part(options.process_set)
     named: list[Named] = []
@@ -68,10 +68,10 @@ def check_options(
     try:
         if problem is not None:
             raise problem
-        check_values(optimizer, options)
+        options = check_values(optimizer, options)
         named = _named(options.named_parameters, optimizer.param_groups)
         groups = _grouped(options.groups, named)
-        check_local_steps(options.local_steps, named, options.process_set)
+        check_local_steps(options.schedule, named, options.process_set)
         check_combinations(optimizer, options, named)
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
@@ -81,13 +81,13 @@ def check_options(
             for name, value in vars(options).items()
             if name not in _NOT_COMPARED
         }
-        settings |= options.local_steps.settings()
+        settings |= options.schedule.settings()
         settings["HOROVOD_CHECK_NAN"] = runtime.config.check_nan
         settings["groups"] = groups and [[name for name, _ in group] for group in groups]
         _check_alike(named, settings, problem, options.process_set)
     if problem is not None:
         raise problem
-    return named, groups
+    return options, named, groups
 
 
 def _comparable(value: Any) -> Any:
@@ -137,7 +137,6 @@ def _named(named: Any, groups: list[dict[str, Any]]) -> list[Named]:
 
 def _grouped(groups: Any, named: list[Named]) -> list[list[Named]] | None:
     """`groups` as lists of named parameters; those not listed are groups of their own."""
-    groups = check_groups(groups, members="parameters")
     if groups is None:
         return None
     if isinstance(groups, int):

@@ -24,7 +24,7 @@ from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.reducer import GradientReducer
 from horovod.torch.ops.untraced import untraced
 from horovod.torch.optimizers.delayed_update import DelayedUpdates, Options
-from horovod.torch.optimizers.options import OptimizerOptions
+from horovod.torch.optimizers.options import TorchOptions
 from horovod.torch.optimizers.pending import is_pending, lock
 from horovod.torch.optimizers.reducing import GradientCountdown, ReducingOptimizer
 from horovod.torch.optimizers.sliced_update import Slice
@@ -40,7 +40,7 @@ class DelayingOptimizer(ReducingOptimizer):
     _updates: DelayedUpdates | None = None
 
     def _configure(
-        self, options: OptimizerOptions, named: list[Named], groups: list[list[Named]] | None
+        self, options: TorchOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
         self._finish_updates()
         super()._configure(options, named, groups)

@@ -31,7 +31,7 @@ from horovod.torch.optimizers.checks import takes_part
 from horovod.torch.optimizers.exchanger import Exchanger
 from horovod.torch.optimizers.fragments import Fragment, load_fragments, make_fragments, take_turns
 from horovod.torch.optimizers.local_steps import set_of_this_host
-from horovod.torch.optimizers.options import OptimizerOptions
+from horovod.torch.optimizers.options import TorchOptions
 from horovod.torch.optimizers.reducing import ReducingOptimizer
 
 _KEY = "local_steps"  # of what is ours in a state_dict
@@ -48,10 +48,10 @@ class LocalStepsOptimizer(ReducingOptimizer):
     _num_steps = 0  # taken so far, those of the warm-up included
 
     def _configure(
-        self, options: OptimizerOptions, named: list[Named], groups: list[list[Named]] | None
+        self, options: TorchOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
         before = self._shown_progress() if self._fragments else self._progress
-        self._chosen = options.local_steps
+        self._chosen = options.schedule
         within = self._chosen.within
         self._within = set_of_this_host() if within == HOST else within
         self._name = ""

@@ -34,9 +34,12 @@ class LocalSteps(LocalSchedule):
         return shown
 
 
+NO_LOCAL_STEPS = LocalSteps()
+
+
 def check_local_steps(chosen: LocalSteps, named: list[Named], process_set: ProcessSet) -> None:
     """Refuse local steps that make no sense, or not with these parameters."""
-    if not chosen.check():
+    if chosen.local_steps is None:
         return
     model: Any = chosen.average_buffers
     if model is not None and not isinstance(model, torch.nn.Module):

@@ -1,52 +1,44 @@
-"""OptimizerOptions: what a user has asked of DistributedOptimizer, and what is wrong with it.
+"""TorchOptions: what a user has asked of DistributedOptimizer, and what is wrong with it.
 
-Made by `horovod.torch.optimizer`. These are the checks that a rank makes by itself;
-`horovod.torch.optimizers.checks` calls them, and has all ranks compare their options.
+Made by `horovod.torch.optimizer` and Lightning's strategies. These are the checks that a rank makes
+by itself; `horovod.torch.optimizers.checks` calls them, and has all ranks compare their options.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from horovod.common.optimizer_arguments import check_passes, predivide_factors
-from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.common.reduce_op import Adasum, Average, ReduceOp
+from horovod.common.optimizer_options import OptimizerOptions
+from horovod.common.process_sets import global_process_set
+from horovod.common.reduce_op import Adasum
 from horovod.engine.runtime import runtime
-from horovod.torch.compression import Compressor
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.dtensors import is_dtensor
 from horovod.torch.gradients.layouts import is_dense
 from horovod.torch.hooks.base import CommunicationHook, check_hook
-from horovod.torch.optimizers.local_steps import LocalSteps
+from horovod.torch.optimizers.local_steps import NO_LOCAL_STEPS, LocalSteps
 from horovod.torch.optimizers.update_kinds import UpdateKind, class_of, kind_of
 
 
 @dataclass(frozen=True)
-class OptimizerOptions:
-    """Arguments of DistributedOptimizer, by their names; its docstring explains them."""
+class TorchOptions(OptimizerOptions):
+    """Adds the arguments that only DistributedOptimizer for torch has."""
 
-    named_parameters: Iterable[Named] | None
-    compression: type[Compressor]
-    backward_passes_per_step: int
-    op: ReduceOp
-    gradient_predivide_factor: float
-    groups: int | Sequence[Sequence[torch.Tensor]] | None
-    sparse_as_dense: bool
-    process_set: ProcessSet
-    shard_state: bool
-    communication_hook: CommunicationHook | None
-    overlap_forward: torch.nn.Module | None
-    local_steps: LocalSteps
+    named_parameters: Iterable[Named] | None = None
+    shard_state: bool = False
+    communication_hook: CommunicationHook | None = None
+    overlap_forward: torch.nn.Module | None = None
+    schedule: LocalSteps = NO_LOCAL_STEPS
 
 
-def check_combinations(optimizer: Any, options: OptimizerOptions, named: list[Named]) -> None:
+def check_combinations(optimizer: Any, options: TorchOptions, named: list[Named]) -> None:
     """Refuse options that do not go with each other, with the optimizer or its parameters."""
-    if options.local_steps.local_steps is not None:
-        _check_local_steps(options.local_steps, options)
+    if options.schedule.local_steps is not None:
+        _check_local_steps(options)
     _check_dtensors(options, named)
     if options.shard_state:
         _check_shardable(optimizer, options, named)
@@ -54,10 +46,8 @@ def check_combinations(optimizer: Any, options: OptimizerOptions, named: list[Na
         _check_delayable(optimizer, options, named)
 
 
-def _check_local_steps(chosen: LocalSteps, options: OptimizerOptions) -> None:
+def _check_local_steps(options: TorchOptions) -> None:
     """Refuse what does not go with `local_steps`."""
-    if options.op != Average:
-        raise ValueError("local_steps averages models: leave op at hvd.Average")
     if options.shard_state:
         raise ValueError(
             "local_steps does not go with shard_state, with which no rank can step alone: leave "
@@ -68,28 +58,21 @@ def _check_local_steps(chosen: LocalSteps, options: OptimizerOptions) -> None:
             "local_steps does not go with overlap_forward, which hides the time of gradients that "
             "are not sent here: leave overlap_forward out, and use delay"
         )
-    if options.communication_hook is not None and (chosen.warmup_steps or chosen.within):
+    schedule = options.schedule
+    if options.communication_hook is not None and (schedule.warmup_steps or schedule.within):
         raise ValueError(
             "a communication_hook sends either gradients or what local steps exchange: leave it "
             "out, or warmup_steps and within"
         )
 
 
-def check_values(optimizer: Any, options: OptimizerOptions) -> None:
-    """Refuse values that are wrong by themselves."""
+def check_values(optimizer: Any, options: TorchOptions) -> TorchOptions:
+    """Return the options in their one form; refuse values that are wrong by themselves."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise ValueError(f"optimizer must be a torch.optim.Optimizer, not a {kind}")
-    check_passes(options.backward_passes_per_step)
-    if options.op not in list(ReduceOp):
-        raise ValueError(f"op must be hvd.Average, hvd.Sum or hvd.Adasum, not {options.op!r}")
-    predivide_factors(options.gradient_predivide_factor, ReduceOp(options.op))
-    compression: Any = options.compression
-    if not callable(getattr(compression, "compress", None)):
-        raise ValueError(
-            f"compression must be a compressor such as hvd.Compression.fp16, not {compression!r}"
-        )
-    check_hook(optimizer, options.communication_hook, compression, ReduceOp(options.op))
+    options = options.checked()
+    check_hook(optimizer, options.communication_hook, options.compression, options.op)
     if options.op == Adasum:
         if options.process_set is not global_process_set:
             raise NotImplementedError("op=Adasum works on the global process set only")
@@ -98,9 +81,10 @@ def check_values(optimizer: Any, options: OptimizerOptions) -> None:
                 "torch.optim.LBFGS evaluates the closure several times in a step, so op=Adasum, "
                 "which combines steps, does not work with it: use op=Average"
             )
+    return options
 
 
-def _check_shardable(optimizer: Any, options: OptimizerOptions, named: list[Named]) -> None:
+def _check_shardable(optimizer: Any, options: TorchOptions, named: list[Named]) -> None:
     """Refuse what `shard_state` cannot do."""
     if options.op == Adasum:
         raise ValueError(
@@ -128,7 +112,7 @@ def _check_shardable(optimizer: Any, options: OptimizerOptions, named: list[Name
             )
 
 
-def _check_delayable(optimizer: Any, options: OptimizerOptions, named: list[Named]) -> None:
+def _check_delayable(optimizer: Any, options: TorchOptions, named: list[Named]) -> None:
     """Refuse what `overlap_forward` cannot do."""
     model: Any = options.overlap_forward
     if not isinstance(model, torch.nn.Module):
@@ -178,7 +162,7 @@ def _unseen(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _check_dtensors(options: OptimizerOptions, named: list[Named]) -> None:
+def _check_dtensors(options: TorchOptions, named: list[Named]) -> None:
     """Refuse what a DistributedOptimizer cannot do with parameters that are DTensors."""
     first = next((name for name, param in named if is_dtensor(param)), None)
     if first is None:

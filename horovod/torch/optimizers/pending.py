@@ -7,6 +7,12 @@ program came by it (a module's attribute, a list kept since the start, the weigh
 another thread), and the class has the update made first. What torch does not ask about are
 extensions that take tensors in C++, so modules have the updates of their own parameters made before
 they run, and so has whoever iterates over a model's parameters.
+
+Hooks of modules alone would miss whoever uses a parameter outside of its module's forward (a kept
+list, `F.linear` with the weight of a head in a loss, `.data`, a copy), and a TorchFunctionMode sees
+one thread only and is taken off in place of the program's own by the end of a `with torch.device`
+block that began before it. What is replaced and hooked here is so from the first parameter that is
+marked on, so nothing changes for programs without overlap_forward.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from horovod.common import process_sets
-from horovod.common.optimizer_arguments import check_passes
+from horovod.common.optimizer_options import check_passes
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.engine.execution import capture
 from horovod.engine.runtime import runtime
@@ -37,7 +37,7 @@ from horovod.torch.ops.untraced import calls_traced, untraced
 from horovod.torch.optimizers.checks import check_options, default_names, takes_part
 from horovod.torch.optimizers.finite_check import FiniteCheck
 from horovod.torch.optimizers.grad_scaler import reduce_before_unscaling
-from horovod.torch.optimizers.options import OptimizerOptions
+from horovod.torch.optimizers.options import TorchOptions
 from horovod.torch.optimizers.wrapping import new_optimizer, notify_scheduler, share_groups
 
 Parameter = torch.nn.Parameter
@@ -64,7 +64,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
     _delays = False  # whether parameters are updated when they are next used, not in step()
 
     def _configure(
-        self, options: OptimizerOptions, named: list[Named], groups: list[list[Named]] | None
+        self, options: TorchOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
         self._options = replace(options, named_parameters=None)  # the names are kept below
         self.backward_passes_per_step = options.backward_passes_per_step
@@ -114,16 +114,8 @@ class ReducingOptimizer(torch.optim.Optimizer):
 
     def _make_reducer(self, named: list[Named], groups: list[list[Named]] | None) -> Reducer:
         assert self._together is not None
-        submitter = BucketSubmitter(
-            named,
-            compression=self._compression,
-            op=self.op,
-            gradient_predivide_factor=self.gradient_predivide_factor,
-            sparse_as_dense=self.sparse_as_dense,
-            process_set=self._together,
-            hook=self._communication_hook,
-            is_exclusive=self._delays,
-        )
+        options = replace(self._options, compression=self._compression, process_set=self._together)
+        submitter = BucketSubmitter(named, options, self._communication_hook, self._delays)
         return GradientReducer(named, groups, submitter)
 
     def _register_hooks(self) -> None:
@@ -326,14 +318,14 @@ class ReducingOptimizer(torch.optim.Optimizer):
             del self.param_groups[count:]
             raise
         self._remove_hooks()
-        self._configure(options, *checked)
+        self._configure(*checked)
 
     def _restart(self) -> None:
         """Begin anew among other ranks than before; gradients from before count for nothing."""
         self._remove_hooks()
         super().zero_grad(set_to_none=True)
         options = replace(self._options, named_parameters=_pairs(self._parameter_names))
-        self._configure(options, *check_options(self, options, agree=False))
+        self._configure(*check_options(self, options, agree=False))
 
     def load_state_dict(self, state_dict: Any) -> None:
         if self._reducer is not None:
@@ -376,8 +368,8 @@ def _rebuild(
     optimizer = new_optimizer(base, mixin)
     optimizer.__setstate__(state)
     optimizer._original = _no_original
-    chosen = OptimizerOptions(**options, process_set=_process_set(process_set_id))
-    optimizer._configure(chosen, *check_options(optimizer, chosen, agree=False))
+    chosen = TorchOptions(**options, process_set=_process_set(process_set_id))
+    optimizer._configure(*check_options(optimizer, chosen, agree=False))
     return optimizer
 
 

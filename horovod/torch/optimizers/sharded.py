@@ -42,7 +42,7 @@ from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.layouts import in_memory_order
 from horovod.torch.ops.objects import broadcast_object
 from horovod.torch.ops.untraced import untraced
-from horovod.torch.optimizers.options import OptimizerOptions
+from horovod.torch.optimizers.options import TorchOptions
 from horovod.torch.optimizers.reducing import ReducingOptimizer
 from horovod.torch.optimizers.shards import Shards
 from horovod.torch.optimizers.update_kinds import UpdateKind, kind_of
@@ -65,7 +65,7 @@ class ShardedOptimizer(ReducingOptimizer):
     _cut_for: tuple[int | None, int | None] | None = None  # rank and size in the process set
 
     def _configure(
-        self, options: OptimizerOptions, named: list[Named], groups: list[list[Named]] | None
+        self, options: TorchOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
         super()._configure(options, named, groups)
         # The state of all parameters, while this rank happens to know it: after loading or

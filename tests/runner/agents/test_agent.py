@@ -6,6 +6,7 @@ import errno
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -179,6 +180,31 @@ def test_a_lost_launcher_ends_the_workers():
     talk.agent.link.release()
     assert talk.agent.link.wait() == 0
     assert gone([child, talk.pids()[1]])
+
+
+OFTEN = """
+import os
+from horovod.runner.agents import agent, agent_streams
+agent_streams._PULSE = 0.01
+agent.main(os.getppid())
+"""
+
+
+def test_an_agent_with_nothing_to_say_gives_signs_of_life():
+    """Without them the connection would never notice that the launcher is gone: see `_PULSE`."""
+    command = [sys.executable, "-c", OFTEN]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        said = b""
+        while said.count(b'"alive"') < 3:
+            assert select.select([process.stdout], [], [], HANG)[0], said
+            more = os.read(process.stdout.fileno(), 4096)
+            assert more, said
+            said += more
+        process.stdin.close()
+        process.stdout.read()
+        assert process.wait(HANG) == 0
 
 
 def test_programs_that_cannot_start(talk: Talk, tmp_path: Path):

@@ -90,6 +90,16 @@ def test_chosen_interfaces_decide():
     assert addresses_towards("somewhere", ("127.0.0.1", "127.0.0.1"), ["nope0"]) == []
 
 
+def test_a_name_with_several_addresses(place: StoreEndpoints, monkeypatch: pytest.MonkeyPatch):
+    address, port = place.open("127.0.0.1")
+    stream = socket.AF_INET, socket.SOCK_STREAM, 0, ""
+    found = [(*stream, ("127.0.0.3", port)), (*stream, (address, port))]  # nobody is at the first
+    monkeypatch.setattr("_socket.getaddrinfo", lambda *arguments: found)
+    question = place.question([], LONG, ["127.0.0.1"])
+    answer = probe({**question, "endpoints": [("several.example", port)]})
+    assert tuple(answer["endpoint"]) == ("several.example", port)
+
+
 def test_a_host_finds_the_door_that_opens_to_its_key(place: StoreEndpoints):
     endpoint = place.open("127.0.0.1")
     with socket.socket() as bound:  # so that nobody else has it, and listening to nobody

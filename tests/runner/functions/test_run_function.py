@@ -21,6 +21,7 @@ import horovod
 from horovod.common.store import MemoryStore
 from horovod.runner.functions import function_call
 from horovod.runner.functions.run_function import RemoteError
+from tests.forked_python import forked_python
 from tests.runner import stub_ssh
 from tests.runner.horovodrun import HANG, ROOT, Job, environment
 
@@ -300,7 +301,8 @@ def test_an_elastic_job_returns_what_its_ranks_returned_in_the_end(tmp_path: Pat
 
         return steps(state)
 
-    found = horovod.run(train, num_proc=2, min_num_proc=2, max_num_proc=2)
+    (python,) = forked_python()
+    found = horovod.run(train, num_proc=2, min_num_proc=2, max_num_proc=2, executable=python)
     assert found == [(0, 2, 6), (1, 2, 6)]
     assert (tmp_path / "died").exists()
 

@@ -16,7 +16,8 @@ import horovod
 from horovod.runner.functions.run_function import RemoteError
 from horovod.runner.jobs import controllers, mpi_launch
 from horovod.runner.options.arguments import make_options
-from tests.runner.horovodrun import HANG, ROOT, command, environment, run, run_python
+from tests.forked_python import forked_python
+from tests.runner.horovodrun import HANG, ROOT, command, environment, run
 
 VERSIONS = {
     "Open MPI": "mpirun (Open MPI) 4.1.4\n",
@@ -297,7 +298,7 @@ sys.exit(6)
 @real_mpirun
 def test_with_a_real_mpirun():
     env = {"PATH": f"{BIN}:{os.environ['PATH']}"}
-    done = run_python(2, MEET, options=["--mpi"], env=env)
+    done = run("-np", "2", "--mpi", *forked_python(), "-c", MEET, env=env)
     assert done.returncode == 6, done.stderr
     found = sorted(line.partition("found ")[2] for line in done.stdout.splitlines())
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))

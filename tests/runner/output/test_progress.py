@@ -18,6 +18,7 @@ from horovod.runner.output.lines import LineSplitter
 from horovod.runner.output.progress import Progress, StartProgress, list_some
 from horovod.runner.output.report import Exit, LostHost, Outcome, describe_failure
 from horovod.runner.slots.hosts import Host, plan_slots
+from tests.forked_python import forked_python
 from tests.runner.horovodrun import HANG, command, environment
 
 ERASE = "\r\x1b[K"
@@ -339,7 +340,7 @@ def test_what_a_rank_writes_in_init_is_what_the_launcher_looks_for(tmp_path: Pat
     store = MemoryStore()
     with (tmp_path / "out").open("wb") as out:
         console = Console(out.fileno(), out.fileno())
-        outcome = run_job(options, [sys.executable, "-c", program], store=store, console=console)
+        outcome = run_job(options, [*forked_python(), "-c", program], store=store, console=console)
     assert [one.code for one in outcome.exits] == [0, 0], (tmp_path / "out").read_text()
     start = StartProgress(plan_slots(options.hosts, 2), ["localhost"], all_local=True)
     for key in store.keys(""):
