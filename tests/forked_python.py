@@ -74,6 +74,8 @@ def _serve(client: socket.socket, context: Any) -> None:
     """Run one client's program; kill it if the client ends first."""
     with client:
         size, streams, _, _ = socket.recv_fds(client, 8, 3)
+        if not size:
+            return  # the launcher has ended the client before it asked for anything
         request = b""
         while len(request) < int.from_bytes(size, "big"):
             received = client.recv(1 << 16)
