@@ -90,13 +90,12 @@ class Bench:
     def speed(self, link: str, model: str) -> None:
         """Contenders train the same model in turns of H steps, so that each has synchronised."""
         steps = self.options.local_steps
-        table = [
-            [f"{model}, {link}", "ms/step", "CPU ms/step", "speed", "bytes/step", "longest wait"]
-        ]
+        titles = ["ms/step", "CPU ms/step", "speed", "bytes/step", "longest wait", "delay"]
+        table = [[f"{model}, {link}", *titles]]
         with ExitStack() as opened:
             jobs = {}
             for name in self._chosen(SPEED):
-                commands = self._commands(model=model, contender=name, local_steps=steps)
+                commands = self._commands(model=model, contender=name, local_steps=steps, link=link)
                 output = self._output(f"{name}, {model}, {link}")
                 jobs[name] = opened.enter_context(group(commands, output))
             found = self._take_turns(jobs, {"do": "turn", "steps": steps})
@@ -115,9 +114,11 @@ class Bench:
                     f"{ratio:.2f}",
                     f"{nbytes:,.0f}",
                     f"{longest:.2f} steps",
+                    f"{turns[0]['delay']} steps" if turns[0]["delay"] else "",
                 ]
             )
             found_here = {"ms": ms, "cpu": cpu, "ratio": ratio, "bytes": nbytes, "wait": longest}
+            found_here["delay"] = turns[0]["delay"]
             self._note("speed", link, model, name, **found_here)
         self._show(table)
 

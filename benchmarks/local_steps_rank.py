@@ -23,25 +23,33 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod.torch as hvd
+from benchmarks.network_hosts import UNLIMITED
 from benchmarks.processes import Member, bind
 from benchmarks.training_models import WORKLOADS, Batch, Transformer
+from horovod.runner.options.plan import link as as_link
+from horovod.runner.plan import Link, PlannedJob, Way
 from horovod.torch.optimizers.fragments import Fragment
 from tests.hosts import INTERFACE
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WARM_UP = 3
+FRAGMENTS = 2  # of streaming
 TEXT_LENGTH, TEXTS = 64, 8  # bytes of one text of the small GPT, and texts of one batch
 DISTINCT_BATCHES = 8
 # Of the steps of a quality: by these its learning rate rises, and these are ordinary ones at first.
 RISE, TOGETHER = 0.05, 0.25
 
 
-def options(contender: str, steps: int) -> dict[str, Any]:
-    """The arguments of DistributedOptimizer that a contender stands for."""
+def options(contender: str, steps: int, delay: int | None = None) -> dict[str, Any]:
+    """The arguments of DistributedOptimizer that a contender stands for.
+
+    `delay` is that of streaming, a tenth of the local steps if it is left out.
+    """
     # These trainings synchronise 15 times. The usual lr=0.7 and momentum=0.9, with which they were
     # compared first, did worse: docs/slow_links.md has all that was tried.
     local: dict[str, Any] = {"local_steps": steps, "outer": hvd.OuterSGD(lr=1.0, momentum=0.5)}
-    streaming = {"fragments": 2, "delay": max(1, steps // 10)}
+    delay = max(1, steps // 10) if delay is None else delay
+    streaming = {"fragments": FRAGMENTS, "delay": delay}
     return {
         "every": {},
         "every bf16": {"compression": hvd.Compression.bf16},
@@ -78,7 +86,8 @@ class TimedFragment(Fragment):
 class Speed:
     """Training of one model, for turns."""
 
-    def __init__(self, model: str, contender: str, local_steps: int) -> None:
+    def __init__(self, model: str, contender: str, local_steps: int, link: str) -> None:
+        self.delay = 0
         torch.manual_seed(1)
         workload = WORKLOADS[model]
         self.model = self.trained = workload.model()
@@ -90,12 +99,35 @@ class Speed:
                 self.model, gradient_as_bucket_view=True, static_graph=True
             )
         elif contender != "plain":
+            if contender.startswith("streaming"):
+                self.delay = self._planned_delay("fp8" in contender, local_steps, link)
             hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
             named = self.model.named_parameters()
-            chosen = options(contender, local_steps)
+            chosen = options(contender, local_steps, self.delay)
             self.optimizer = hvd.DistributedOptimizer(self.optimizer, named, **chosen)
             for fragment in getattr(self.optimizer, "_fragments", []):
                 fragment.__class__ = TimedFragment
+
+    def _planned_delay(self, is_coded: bool, local_steps: int, link: str) -> int:
+        """The steps of delay that ``horovodrun --plan`` recommends for this model and link.
+
+        Its step time is measured here, by training alone for some steps.
+        """
+        if link == UNLIMITED:
+            return 1
+        times = []
+        for number in range(WARM_UP + 5):
+            began = time.monotonic()
+            train(self.model, self.optimizer, self.data[number % len(self.data)])
+            times.append(time.monotonic() - began)
+        slowest = hvd.allreduce(torch.tensor(median(times[WARM_UP:])), name="step", op=hvd.Max)
+        parameters = sum(param.numel() for param in self.model.parameters())
+        job = PlannedJob(parameters, float(slowest), SIZE, Link(*as_link(link)))
+        return Way("streaming", 8 if is_coded else 32, local_steps, FRAGMENTS).delay(job)
+
+    def warm_up(self, local_steps: int) -> None:
+        """Train until fragments are sent early in every turn, so that they travel within it."""
+        self.turn(0.0, max(WARM_UP, local_steps // FRAGMENTS - 1))
 
     def turn(self, start: float, steps: int) -> dict[str, float]:
         """Milliseconds and bytes of a step, and the longest wait for a fragment, in usual steps.
@@ -113,7 +145,13 @@ class Speed:
         took = 1000 * (time.monotonic() - start) / steps
         longest = max(waits, default=0.0) / median(times)
         cpu = 1000 * (time.process_time() - cpu_before) / steps
-        return {"ms": took, "cpu": cpu, "bytes": (sent() - before) / steps, "wait": longest}
+        return {
+            "ms": took,
+            "cpu": cpu,
+            "bytes": (sent() - before) / steps,
+            "wait": longest,
+            "delay": self.delay,
+        }
 
 
 def train(model: nn.Module, optimizer: Any, batch: Batch) -> float:
@@ -275,8 +313,8 @@ def main(plan: dict[str, Any]) -> None:
         hvd.init()
     speed = None
     if "model" in plan:
-        speed = Speed(plan["model"], plan["contender"], plan["local_steps"])
-        speed.turn(0.0, WARM_UP)
+        speed = Speed(plan["model"], plan["contender"], plan["local_steps"], plan["link"])
+        speed.warm_up(plan["local_steps"])
 
     def carry_out(order: dict[str, Any]) -> Any:
         what = order.pop("do")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 GOOD = 0.95  # of the speed without communication: what is recommended reaches it if anything does
 FORWARD = 1 / 3  # of a step, in which nothing is sent: backward takes twice as long
 FEW_HOSTS = 8  # up to which everybody exchanges parts with everybody at once
+SLACK = 1.5  # how much longer than computed a fragment may travel before a step waits for it
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,34 @@ class Way:
     """One way to train: what is sent, how often, and whether it travels beside training."""
 
     title: str
-    arguments: str  # of DistributedOptimizer
     bits: int = 32  # of an element on the link
     local_steps: int = 0  # 0: gradients, in every step
-    fragments: int = 1
-    delay: int = 0
+    fragments: int = 1  # more than one: each travels beside training
+
+    def delay(self, job: PlannedJob) -> int:
+        """Return the steps that a fragment travels beside training.
+
+        They are as many as the link needs and half as many again, and at least two. A fragment is
+        there before the next one is sent: with more delay they would share the link.
+        """
+        if self.fragments == 1:
+            return 0
+        longest = self.local_steps // self.fragments - 1
+        needed = SLACK * job.exchange(self.bits, 1 / self.fragments) / job.step
+        return math.ceil(min(max(needed, 2), longest))
+
+    def arguments(self, job: PlannedJob) -> str:
+        """Return the arguments of DistributedOptimizer, as they are written in a program."""
+        found = []
+        if self.local_steps:
+            found.append(f"local_steps={self.local_steps}")
+        if self.fragments > 1:
+            found += [f"fragments={self.fragments}", f"delay={self.delay(job)}"]
+        if self.local_steps:
+            found.append("outer=hvd.OuterSGD()")
+        if self.bits < 32:
+            found.append(f"compression=hvd.Compression.{COMPRESSIONS[self.bits]}")
+        return ", ".join(found)
 
     def sent(self, job: PlannedJob) -> float:
         """Return the bytes that leave each host, for each step."""
@@ -66,7 +90,7 @@ class Way:
         took = job.exchange(self.bits, 1 / self.fragments)
         if not self.local_steps:
             return max(0.0, took - (1 - FORWARD) * job.step)  # beside backward
-        return max(0.0, took - self.delay * job.step)
+        return max(0.0, took - self.delay(job) * job.step)
 
     def speed(self, job: PlannedJob) -> float:
         """Return the speed of training, relative to that without communication."""
@@ -74,19 +98,17 @@ class Way:
         return job.step / (job.step + waits * self.wait(job))
 
 
-_LOCAL = "local_steps=50, outer=hvd.OuterSGD()"
-_STREAMING = "local_steps=100, fragments=4, delay=10, outer=hvd.OuterSGD()"
-_FP8 = "compression=hvd.Compression.fp8"
+COMPRESSIONS = {16: "bf16", 8: "fp8"}
 
 # In the order of how much they change training: the first that is fast enough is the best.
 WAYS = (
-    Way("every step", "none"),
-    Way("every step, bf16", "compression=hvd.Compression.bf16", 16),
-    Way("every step, fp8", _FP8, 8),
-    Way("local steps", _LOCAL, 32, 50),
-    Way("local steps, fp8", f"{_LOCAL}, {_FP8}", 8, 50),
-    Way("streaming", _STREAMING, 32, 100, 4, 10),
-    Way("streaming, fp8", f"{_STREAMING}, {_FP8}", 8, 100, 4, 10),
+    Way("every step"),
+    Way("every step, bf16", 16),
+    Way("every step, fp8", 8),
+    Way("local steps", 32, 50),
+    Way("local steps, fp8", 8, 50),
+    Way("streaming", 32, 100, 4),
+    Way("streaming, fp8", 8, 100, 4),
 )
 
 
@@ -123,13 +145,13 @@ def describe(job: PlannedJob) -> str:
     if way is WAYS[0]:
         advice = "Recommended: nothing of this. Average gradients in every step, as usual."
     else:
-        advice = f"Recommended: hvd.DistributedOptimizer(..., {way.arguments})"
+        advice = f"Recommended: hvd.DistributedOptimizer(..., {way.arguments(job)})"
     if way.speed(job) < GOOD:
         advice += f"\nNothing here reaches {100 * GOOD:.0f} % on this link: this is the fastest."
     if way.local_steps:
         advice += (
-            f"\nBegin with a tenth of ordinary steps (warmup_steps=...), and compare the loss with "
-            f"that of\ntraining every step before you rely on it. Ranks differ for up to "
+            "\nBegin with a quarter of ordinary steps (warmup_steps=...), and compare the loss "
+            f"with\nthat of training every step before you rely on it. Ranks differ for up to "
             f"{way.local_steps} steps."
         )
     notes = (
