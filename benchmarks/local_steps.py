@@ -74,7 +74,12 @@ class Bench:
         return [one for one in everybody if wanted is None or one in wanted]
 
     def _take_turns(self, jobs: dict[str, Group], order: dict[str, Any]) -> dict[str, list[Any]]:
-        """What the slowest rank of each contender found, and the longest wait of all its ranks."""
+        """What the slowest rank of each contender found, and the waits of all its ranks.
+
+        Between two synchronisations ranks drift apart, and whoever is early also waits for the
+        others. The rank that is the last at a synchronisation, the one that waits least, waits for
+        the link alone.
+        """
         found: dict[str, list[Any]] = {name: [] for name in jobs}
         names = list(jobs)
         for _ in range(self.options.rounds):
@@ -82,15 +87,18 @@ class Bench:
                 start = time.monotonic() + HEAD_START
                 answers = jobs[name].ask({**order, "start": start})
                 slowest = max(answers, key=lambda answer: answer["ms"])
-                wait = max(answer["wait"] for answer in answers)
-                found[name].append({**slowest, "wait": wait})
+                waits = list(zip(*(answer["waits"] for answer in answers), strict=True))
+                wait = max((max(each) for each in waits), default=0.0)
+                link_wait = max((min(each) for each in waits), default=0.0)
+                found[name].append({**slowest, "wait": wait, "link_wait": link_wait})
             names.append(names.pop(0))  # nobody is always the first
         return found
 
     def speed(self, link: str, model: str) -> None:
         """Contenders train the same model in turns of H steps, so that each has synchronised."""
         steps = self.options.local_steps
-        titles = ["ms/step", "CPU ms/step", "speed", "bytes/step", "longest wait", "delay"]
+        titles = ["ms/step", "CPU ms/step", "speed", "bytes/step", "longest wait", "for the link"]
+        titles.append("delay")
         table = [[f"{model}, {link}", *titles]]
         with ExitStack() as opened:
             jobs = {}
@@ -106,6 +114,7 @@ class Bench:
                 median(turn[key] for turn in turns) for key in ("ms", "cpu", "bytes")
             )
             longest = max(turn["wait"] for turn in turns)
+            link_wait = max(turn["link_wait"] for turn in turns)
             table.append(
                 [
                     name,
@@ -114,11 +123,12 @@ class Bench:
                     f"{ratio:.2f}",
                     f"{nbytes:,.0f}",
                     f"{longest:.2f} steps",
+                    f"{link_wait:.2f} steps",
                     f"{turns[0]['delay']} steps" if turns[0]["delay"] else "",
                 ]
             )
             found_here = {"ms": ms, "cpu": cpu, "ratio": ratio, "bytes": nbytes, "wait": longest}
-            found_here["delay"] = turns[0]["delay"]
+            found_here |= {"link wait": link_wait, "delay": turns[0]["delay"]}
             self._note("speed", link, model, name, **found_here)
         self._show(table)
 

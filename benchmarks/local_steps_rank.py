@@ -129,8 +129,8 @@ class Speed:
         """Train until fragments are sent early in every turn, so that they travel within it."""
         self.turn(0.0, max(WARM_UP, local_steps // FRAGMENTS - 1))
 
-    def turn(self, start: float, steps: int) -> dict[str, float]:
-        """Milliseconds and bytes of a step, and the longest wait for a fragment, in usual steps.
+    def turn(self, start: float, steps: int) -> dict[str, Any]:
+        """Milliseconds and bytes of a step, and each wait for a fragment, in usual steps.
 
         "cpu" are milliseconds of the processor, which say more than "ms" where others use it too.
         """
@@ -143,13 +143,13 @@ class Speed:
             train(self.trained, self.optimizer, self.data[number % len(self.data)])
             times.append(time.monotonic() - began)
         took = 1000 * (time.monotonic() - start) / steps
-        longest = max(waits, default=0.0) / median(times)
+        usual = median(times)
         cpu = 1000 * (time.process_time() - cpu_before) / steps
         return {
             "ms": took,
             "cpu": cpu,
             "bytes": (sent() - before) / steps,
-            "wait": longest,
+            "waits": [seconds / usual for seconds in waits],
             "delay": self.delay,
         }
 
