@@ -25,11 +25,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # test this checkout, whatever else is installed
+
+import psutil  # noqa: E402
 
 from benchmarks.processes import environment, processes  # noqa: E402
 
@@ -245,7 +248,7 @@ def main() -> int:
                 code = None
         job.read()
         text = (folder / "log").read_text()
-        problems = check(code, text, folder, job)
+        problems = check(code, text, folder)
         replaced = [w for w in chaos.held if job.gone.get(w, "").startswith("did not react")]
         print(
             f"{chaos.count} faults, and {chaos.missed} whose victims died before: "
@@ -262,7 +265,7 @@ def main() -> int:
         return int(bool(problems))
 
 
-def check(code: int | None, text: str, folder: Path, job: Job) -> list[str]:
+def check(code: int | None, text: str, folder: Path) -> list[str]:
     problems = []
     if code != 0:
         problems.append(f"horovodrun ended with {code}: {text[-2000:]}")
@@ -274,10 +277,22 @@ def check(code: int | None, text: str, folder: Path, job: Job) -> list[str]:
     for epoch, missing in {epoch: n for end in ends for epoch, n in end["missing"].items()}.items():
         if missing:
             problems.append(f"epoch {epoch} lacks {missing} samples")
-    left = [pid for pid in job.pids.values() if os.path.exists(f"/proc/{pid}")]
-    if left:
-        problems.append(f"processes are left: {left}")
+    if left := leftovers(folder):
+        problems.append(f"processes of the job are left: {left}")
     return problems
+
+
+def leftovers(folder: Path) -> list[int]:
+    """Return the processes that belong to the job, by the folder that they were given.
+
+    A long run starts so many that their numbers come again for processes of somebody else's.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and str(folder) in process.cmdline():
+                found.append(process.pid)
+    return found
 
 
 if __name__ == "__main__":

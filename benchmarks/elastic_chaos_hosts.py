@@ -27,9 +27,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # test this checkout, whatever else is installed
 
-import psutil  # noqa: E402
-
-from benchmarks.elastic_chaos import LIMITS, PATIENCE, RANK_PROGRAM, Job, check  # noqa: E402
+from benchmarks.elastic_chaos import (  # noqa: E402
+    LIMITS,
+    PATIENCE,
+    RANK_PROGRAM,
+    Job,
+    check,
+    leftovers,
+)
 from tests.multihost.ssh_hosts import SshHosts, available  # noqa: E402
 
 KINDS = ("kill a rank", "kill a host", "stop a rank", "cut a link")
@@ -114,16 +119,6 @@ class Chaos:
             time.sleep(0.02)  # between looks at a file
 
 
-def leftovers(folder: Path) -> list[int]:
-    """Processes that belong to the job, by the folder that it was given."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.pid != os.getpid() and str(folder) in process.cmdline():
-                found.append(process.pid)
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=100)
@@ -178,12 +173,10 @@ def run(args: argparse.Namespace, cluster: SshHosts, folder: Path) -> int:
         time.sleep(0.1)  # between looks at processes
     job.read()
     text = (folder / "log").read_text()
-    problems = check(code, text, folder, job)
-    if left := leftovers(folder):
-        problems.append(f"processes of the job are left: {left}")
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    problems = check(code, text, folder)
+    for pid in leftovers(folder):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     print(
         f"{chaos.inflicted.total()} faults: {dict(chaos.inflicted)}; {job.events['decision']} "
         f"decisions, {job.events['formed']} worlds, {len(job.pids)} processes, "
