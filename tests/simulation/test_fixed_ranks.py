@@ -86,7 +86,7 @@ FOUND: dict[str, FixedPlan] = {
         seed=892,
         slots=1,
         min_np=3,
-        faults=(Fault("stop worker", 5.0, 113.8, 2),),
+        faults=(Fault("stop worker", 5.0, 109.0, 2),),
     ),
     "those who waited for a rank that cannot be ended are blamed": replace(
         CALM,
