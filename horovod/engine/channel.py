@@ -131,6 +131,11 @@ class Channel:
         return [InlineReduction(*inline), *queued] if inline is not None else [*queued]
 
     @property
+    def num_run(self) -> int:
+        """How many operations have run; all ranks run them in the same order."""
+        return self.rounds.num_run
+
+    @property
     def failure(self) -> HorovodInternalError | None:
         """Why nothing runs any more."""
         return self.queue.failure

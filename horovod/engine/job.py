@@ -219,11 +219,12 @@ class Job:
             set_id,
             group,
             executor,
-            on_loss=self._note_loss,
+            on_loss=self.note_loss,
             background_core=_core_of_background(self.config, self.topology),
         )
 
-    def _note_loss(self, ranks: Sequence[int]) -> None:
+    def note_loss(self, ranks: Sequence[int]) -> None:
+        """Tell the launcher because of which ranks operations fail."""
         known = self.launched_ranks
         leave_note(ranks if known is None else [known[rank] for rank in ranks])
 

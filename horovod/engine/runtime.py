@@ -124,7 +124,9 @@ class Runtime(Submission):
             if isinstance(connection, Generation):
                 self._open_wanted_sets(job)
                 connection.mark_formed()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, HorovodInternalError) and error.ranks:
+                job.note_loss(error.ranks)
             self.shutdown()
             raise
         mark_process(topology.size)

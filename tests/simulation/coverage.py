@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tests.simulation.fixed_plan import FIXED_KINDS
-from tests.simulation.plan import EVERYWHERE, KINDS, Result
+from tests.simulation.plan import AGENT_KINDS, EVERYWHERE, KINDS, Result
 
 PHASES = ("starting", "forming", "training", "waiting", "ending")
 _YEAR = 365.25 * 24 * 3600
@@ -48,7 +48,7 @@ class Coverage:
         )
         yield "faults in each phase of a job:"
         yield f"  {'':26}" + "".join(f"{phase:>10}" for phase in PHASES)
-        for kind in dict.fromkeys((*KINDS, EVERYWHERE, *FIXED_KINDS)):
+        for kind in dict.fromkeys((*KINDS, EVERYWHERE, *FIXED_KINDS, *AGENT_KINDS)):
             counts = [self._kinds[phase, kind] for phase in PHASES]
             yield f"  {kind:26}" + "".join(f"{count or '-':>10}" for count in counts)
         possible = (len(KINDS) + 1) * (len(KINDS) + 2) // 2 - 1  # one kind comes only once

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from tests.simulation.fixed_plan import CUTS, FixedPlan
 from tests.simulation.job import Cluster, WorkerTools
-from tests.simulation.plan import Fault
+from tests.simulation.plan import AGENT_KINDS, Fault
 from tests.simulation.processes import Process
 
 _TOGETHER = 1.0
@@ -98,7 +98,7 @@ class FixedCluster(Cluster):
                 return
             status = 137 if fault.kind == "kill worker" else None
             self.note_cause({worker.tools.rank}, status)
-        elif fault.kind == "power loss":
+        elif fault.kind == "power loss" or fault.kind in AGENT_KINDS:
             self.note_cause(self.ranks_on(host))
         elif fault.kind in CUTS:
             pairs = self._links_to_cut(fault, host)
@@ -124,6 +124,7 @@ class FixedCluster(Cluster):
         for name, worker in self.workers.items():
             if worker.code == 0 and name not in self.finished:
                 self.breach(f"{name} ended with status 0, and has not trained to the end")
+        self._end_unheard_agents()
         rest = max(0.0, 1000.0 + self.plan.faults_end - self.world.now)
         self.world.run(lambda: not self._left(), rest + _TIDY_SECONDS)
         if self._left():

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tests.simulation.plan import Fault, Plan
+from tests.simulation.plan import AGENT_KINDS, Fault, Plan
 
 HEAD = "head"
 
@@ -71,6 +71,11 @@ class FixedPlan(Plan):
             )
             for _ in range(draw.choice([0, 1, 1, 1, 2, 3]))
         ]
+        agents = random.Random(f"agents {seed}")
+        if agents.random() < 0.25:
+            start, seconds = agents.uniform(0.0, length), agents.choice([5.0, 45.0, 200.0, 500.0])
+            fault = Fault(agents.choice(AGENT_KINDS), start, seconds, agents.randrange(1000))
+            faults.append(fault)
         faults.sort(key=lambda fault: fault.start)
         return cls(
             seed,

@@ -42,7 +42,7 @@ from tests.simulation.disk import Disk
 from tests.simulation.hand_over import HandOver
 from tests.simulation.modules import Patches, library
 from tests.simulation.network import Network
-from tests.simulation.plan import EVERYWHERE, HAND_OVER, Fault, Plan, Result
+from tests.simulation.plan import AGENT_KINDS, EVERYWHERE, HAND_OVER, Fault, Plan, Result
 from tests.simulation.processes import Host, Process
 from tests.simulation.programs import DriverTools, Tools, start_program
 from tests.simulation.world import World
@@ -84,6 +84,7 @@ class Cluster:
         self._until: dict[str, float] = {}  # how long something is wrong with discovery
         self._phase = "starting"
         self.hanging: list[Process] = []  # stopped for good, or their program
+        self._unheard: list[Process] = []  # agents that were stopped before their first word
         self._told: set[str] = set()  # workers that were told to leave, and do so even if last
         self.trained: set[str] = set()  # workers that have been in a generation
         self.moments: list[tuple[str, str]] = []
@@ -161,6 +162,7 @@ class Cluster:
             self.breach(f"there were {len(self.formed)} generations, though nothing went wrong")
         if self.status == 0 and not self.finished:
             self.breach("the job ended well though nobody has finished")
+        self._end_unheard_agents()
         self.world.run(lambda: not any(p for p in self._left()), 180.0)
         if self._left():
             self.breach(f"left behind: {', '.join(map(str, self._left()))}")
@@ -195,6 +197,8 @@ class Cluster:
             self.hand_over.arm(fault)
         elif fault.kind == "connections break":
             network.break_connections(self.hosts[host])
+        elif fault.kind in AGENT_KINDS:
+            self._hit_agent(fault, host)
         elif "worker" in fault.kind:
             if worker is None:
                 return
@@ -228,6 +232,20 @@ class Cluster:
             self._hidden[host] = self.world.now + fault.seconds
         else:
             self.hosts[host].clock_offset += self.world.random.uniform(-3600, 3600)
+
+    def _hit_agent(self, fault: Fault, host: str) -> None:
+        """Kill or stop the agents of a host, which lives, as do its workers."""
+        for agent in [each for each in self.hosts[host].processes if each.name.startswith("agent")]:
+            agent.signal(signal.SIGKILL if fault.kind == "kill agent" else signal.SIGSTOP)
+            if fault.kind == "stop agent":
+                self.world.later(fault.seconds, partial(agent.signal, signal.SIGCONT))
+            elif not agent.handlers:
+                self._unheard.append(agent)
+
+    def _end_unheard_agents(self) -> None:
+        """Let a person end agents of which the launcher has never heard, after the job."""
+        for agent in self._unheard:
+            agent.signal(signal.SIGKILL)
 
     def _tell_to_leave(self, worker: Process) -> None:
         self._told.add(worker.name)

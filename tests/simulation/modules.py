@@ -38,7 +38,7 @@ _INNER = (
 """Modules that are replaced too, in modules that use one of the others."""
 
 _OURS = ("horovod", "tests")
-_ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("horovod.torch", "horovod.torch.elastic", "horovod.torch.optimizers")  # left empty
 _PARTS = {
     f"horovod.torch.{name}" for name in ("functions", "optimizers.local", "optimizers.pending")
@@ -340,7 +340,7 @@ def _is_state(value: ast.expr, classes: set[str]) -> bool:
 
 @functools.cache
 def _path_of(name: str) -> Path | None:
-    base = _ROOT.joinpath(*name.split("."))
+    base = ROOT.joinpath(*name.split("."))
     for path in (base / "__init__.py", base.with_suffix(".py")):
         if path.exists():
             return path

@@ -16,13 +16,14 @@ import socket as real_socket
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from greenlet import GreenletExit
 
 from tests.simulation.connections import SelectModule, SelectorsModule, SocketModule
-from tests.simulation.modules import Library
+from tests.simulation.modules import ROOT, Library
 from tests.simulation.network import Network, Socket
 from tests.simulation.pipes import File
 from tests.simulation.system import make_modules
@@ -106,6 +107,7 @@ class Process:
         self.pid = self.session = host.network.new_pid()
         self.parent = parent
         self.environ = dict(environ)
+        self.command: list[str] = []
         self.started = self.world.now
         self.is_gone = False
         self.is_stopped = False
@@ -119,6 +121,7 @@ class Process:
         self.at_exit: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.tools = tools
         self.variables: list[Any] = []  # of modules, while another process runs
+        self._alarm = 0  # counts calls of `set_alarm`
         self._pending: list[int] = []  # signals that came while it was stopped
         self._fds = itertools.count(_FIRST_DESCRIPTOR)
         self.threading = Threading(self)
@@ -160,7 +163,7 @@ class Process:
 
     def report(self, what: str, error: BaseException) -> None:
         """Add an error that nobody caught to the story, and let the job's promises be checked."""
-        text = "".join(traceback.format_exception(error)).rstrip()
+        text = _describe_error(error)
         self.world.note(f"{self}: {what}: {text}")
         if 2 in self.descriptors:
             self.descriptors[2].put(f"{text}\n".encode())
@@ -237,6 +240,15 @@ class Process:
         """Stop the main thread for good: the other threads go on."""
         self._main.is_frozen = self.world.has_stopped = True
 
+    def set_alarm(self, seconds: int) -> None:
+        """Send SIGALRM after this time, if nobody calls this again before; 0 stands for never."""
+        self._alarm += 1
+        number = self._alarm
+        if seconds:
+            self.world.later(
+                seconds, lambda: self.signal(real_signal.SIGALRM) if self._alarm == number else None
+            )
+
     def signal(self, number: int) -> None:
         """Deliver a signal."""
         if self.is_gone:
@@ -262,6 +274,19 @@ class Process:
                 waker._transmit(bytes([number]))
         elif handler == real_signal.SIG_DFL and number != real_signal.SIGCHLD:
             self.end(-number)
+
+
+def _describe_error(error: BaseException | None) -> str:
+    """Return an error and those that it was raised from, in the same words with every Python."""
+    lines = []
+    while error is not None:
+        lines.append(f"{type(error).__name__}: {error}")
+        for frame in traceback.extract_tb(error.__traceback__):
+            file = Path(frame.filename)
+            if file.is_relative_to(ROOT) and not frame.name.startswith("<"):
+                lines.append(f"  {file.relative_to(ROOT)}:{frame.lineno} in {frame.name}")
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "\n".join(lines)
 
 
 class _AtExit:
@@ -346,6 +371,9 @@ class _Signal:
 
     def getsignal(self, number: int) -> Any:
         return self._process.handlers.get(number, real_signal.SIG_DFL)
+
+    def alarm(self, seconds: int) -> None:
+        self._process.set_alarm(seconds)
 
     def set_wakeup_fd(self, fd: int, *, warn_on_full_buffer: bool = True) -> int:
         before, self._process.wakeup_fd = self._process.wakeup_fd, fd

@@ -29,7 +29,7 @@ def start_program(
         tools: Tools = AgentTools(cluster)
         name = f"agent of {host.name}"
         agent = Process(host, name, lambda it: it.run(text), environ, tools, parent, files)
-        tools.process = agent
+        tools.process, agent.command = agent, command
         return agent
     module = command[command.index("-m") + 1]
     seconds = world.random.uniform(0.1, 3.0)
@@ -40,7 +40,7 @@ def start_program(
 
     tools = cluster.make_tools(environ)
     worker = Process(host, tools.name, run, environ, tools, parent, files)
-    tools.process = worker
+    tools.process, worker.command = worker, command
     cluster.workers[worker.name] = worker
     return worker
 

@@ -163,6 +163,7 @@ class SshClient:
         self._session: _Session | None = None
         self._line = _Line(self._here, self._take, self._lose)
         self._silent = 0.0
+        self._here.when_lost.append(self._lose_power)
         self._world.later(self._world.random.uniform(0.05, 1.0), self._connect)
 
     @property
@@ -232,6 +233,11 @@ class SshClient:
     def _lose(self, why: str) -> None:
         self._errors.put(f"ssh: {self._host.name}: {why}\n".encode())
         self._end(255)
+
+    def _lose_power(self) -> None:
+        self.code = -9
+        self._input.callback = None
+        self._line.vanish()
 
     def _end(self, code: int) -> None:
         if self.is_gone:

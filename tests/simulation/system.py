@@ -321,4 +321,9 @@ def open_file(modules: Library, file: Any, *arguments: Any, **options: Any) -> A
         if parts[2:] == [str(process.pid), "stat"]:
             parent = 1 if process.parent is None else process.parent.pid
             return io.BytesIO(f"{process.pid} (x) S {parent} 0 {process.session} 0".encode())
+        if parts[2:] == [str(process.pid), "cmdline"]:
+            return io.BytesIO("\0".join(process.command).encode())
+        if parts[2:] == [str(process.pid), "environ"]:
+            words = [f"{name}={value}" for name, value in process.environ.items()]
+            return io.BytesIO("\0".join(words).encode())
     raise FileNotFoundError(errno.ENOENT, "No such file or directory", file)

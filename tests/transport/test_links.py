@@ -29,7 +29,7 @@ from horovod.common.store import MemoryStore, Store
 from horovod.common.wire import Session, Stream, new_key
 from horovod.transport.base import Group
 from horovod.transport.network import handshakes, links
-from horovod.transport.network.links import Links
+from horovod.transport.network.links import Links, MissingPeerError
 from horovod.transport.network.sockets import drain
 from horovod.transport.network.tcp import TcpTransport
 from tests.ranks import start_ranks, tell
@@ -157,8 +157,10 @@ def test_more_connections_come_with_the_first_use():
 
 
 def test_a_rank_that_does_not_come_is_named():
-    with linked(2) as ranks, pytest.raises(TimeoutError, match="rank 1 has not connected"):
+    message = "rank 1 has not connected"
+    with linked(2) as ranks, pytest.raises(MissingPeerError, match=message) as caught:
         ranks.links[0].connect([1], 0.05)
+    assert caught.value.rank == 1
 
 
 def test_waiting_for_a_connection_ends_when_the_group_breaks():

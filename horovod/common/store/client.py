@@ -45,7 +45,8 @@ class StoreClient(Store):
         self._key = check_key(key)
         self._timeout = timeout
         self._local = threading.local()
-        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        # A dict, which keeps their order: a simulated job must not depend on where objects lie.
+        self._streams: weakref.WeakKeyDictionary[Stream, None] = weakref.WeakKeyDictionary()
         self._pid = os.getpid()
         self._closed = False
         _clients.add(self)
@@ -135,7 +136,7 @@ class StoreClient(Store):
         stream: Stream | None = getattr(self._local, "stream", None)
         if stream is None:
             stream = self._local.stream = self._connect()
-            self._streams.add(stream)
+            self._streams[stream] = None
         return stream
 
     def _connect(self) -> Stream:

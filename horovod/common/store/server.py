@@ -98,7 +98,7 @@ class StoreServer:
         self._waker_in, self._waker_out = socket.socketpair()
         self._waker_in.setblocking(False)
         self._waker_out.setblocking(False)
-        self._connections: set[_Connection] = set()
+        self._connections: dict[_Connection, None] = {}  # an ordered set
         self._pending: dict[_Connection, None] = {}  # in the handshake; an ordered set
         self._parked: ParkedRequests[_Connection] = ParkedRequests()
         self._changed_keys: deque[str] = deque()  # by other threads; append and popleft are atomic
@@ -224,7 +224,7 @@ class StoreServer:
                 Session(self._key, server=True, max_frame=self._max_frame),
                 time.monotonic() + self._handshake_timeout,
             )
-            self._connections.add(connection)
+            self._connections[connection] = None
             self._pending[connection] = None
             self._selector.register(sock, selectors.EVENT_READ, connection)
             if len(self._pending) > self._max_pending:
@@ -371,7 +371,7 @@ class StoreServer:
         connection.is_open = False
         get_logger(__name__).debug("store: dropped %s: %s", connection.peer, reason)
         self._pending.pop(connection, None)
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         self._parked.drop(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()

@@ -36,7 +36,7 @@ class Rounds:
         self, group: Group, executor: Executor, queue: RequestQueue, waiters: Waiters
     ) -> None:
         self.cycle = group.config.cycle_time / 1000  # seconds
-        self.num_run = 0  # operations so far, the same on all ranks
+        self.num_run = 0  # operations that have run so far, in an order that is the same everywhere
         self.num_joins = 0  # times that ranks had joined, and all have gone on
         self._group = group
         self._executor = executor
@@ -133,7 +133,6 @@ class Rounds:
         """Run agreed requests. Each stays in the queue until its result is there."""
         observer, first = self._observer, self.num_run
         agreed = observer.agreed(requests, first)
-        self.num_run += len(requests)
         left = {request: len(request.tensors) for request in requests}
         for batch, following in itertools.zip_longest(batches, batches[1:]):
             nbytes = batch.nbytes or size_of(batch.request)
@@ -192,6 +191,7 @@ class Rounds:
             if left[request] == 0 or not batch.requests:
                 done.append(request)
         self._observer.ended(done)
+        self.num_run += len(done)
         self._queue.remove(done)
         for request in done:
             request.complete(request.outputs if batch.requests else result)

@@ -47,6 +47,10 @@ class ObservedChannel(Protocol):
     set_id: int
     group: Group
 
+    @property
+    def num_run(self) -> int:
+        """How many operations have run; all ranks run them in the same order."""
+
     def pending(self) -> Sequence[PendingOperation]:
         """Return what has been submitted and has not run, oldest first."""
 

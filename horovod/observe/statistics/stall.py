@@ -76,7 +76,11 @@ class StallInspector:
                 self._posted.discard(channel.set_id)
             return
         waited = now - stalled[0].submitted
-        report = {"tensors": {r.name: r.source for r in stalled}, "graphs": graph_count()}
+        report = {
+            "tensors": {r.name: r.source for r in stalled},
+            "graphs": graph_count(),
+            "run": channel.num_run,
+        }
         fatal = 0 < self._shut_down_after < waited
         speak = fatal or now - self._reported.get(channel.set_id, 0.0) >= self._warn_after
 
@@ -97,9 +101,9 @@ class StallInspector:
             reports = reports or {}
             missing = find_missing(channel.group.size, reports)
             # Those that wait for nothing come first: others may have gone on waiting only now.
-            silent = sorted((missing.keys() - reports.keys()) or missing)
+            guilty = missing.keys() - reports.keys() or find_behind(reports) or missing
             why = f"stalled for {waited:.1f} s: {text}"
-            channel.abort(HorovodInternalError(why, ranks=silent))
+            channel.abort(HorovodInternalError(why, ranks=sorted(guilty)))
         elif not reports or min(reports) == channel.group.rank:
             logger.warning("%s%s", text, "" if self._shut_down_after else f"\n{_ADVICE}")
 
@@ -152,12 +156,24 @@ def find_missing(size: int, reports: Reports) -> dict[int, list[str]]:
     """Return the ranks that have not submitted what others wait for, and what that is."""
     names = list(dict.fromkeys(name for report in reports.values() for name in report["tensors"]))
     missing: dict[int, list[str]] = {}
-    for rank in range(size):
+    behind = find_behind(reports)
+    ahead = reports.keys() - behind if behind else set()
+    for rank in sorted(set(range(size)) - ahead):
         own = reports[rank]["tensors"] if rank in reports else {}
         lacking = [name for name in names if name not in own]
         if lacking:
             missing[rank] = lacking
     return missing
+
+
+def find_behind(reports: Reports) -> set[int]:
+    """Return the waiting ranks that are behind the others: they have run fewer operations.
+
+    When the program of a rank hangs in the middle of an operation, some ranks have what they need
+    of it, and wait for the next one. They lack nothing that those behind still wait for.
+    """
+    run = {rank: report["run"] for rank, report in reports.items() if "run" in report}
+    return {rank for rank, count in run.items() if count < max(run.values())}
 
 
 def describe(channel: ObservedChannel, reports: Reports, waited: float) -> str:
@@ -170,6 +186,10 @@ def describe(channel: ObservedChannel, reports: Reports, waited: float) -> str:
     ]
     for rank, names in sorted(missing.items()):
         lines.append(f"{group.global_ranks[rank]}: [{_listed(names)}]")
+    behind = find_behind(reports)
+    if behind:
+        who = ", ".join(str(group.global_ranks[rank]) for rank in sorted(behind))
+        lines.append(f"In the middle of an operation that the others have finished: {who}")
     lines.append("Waiting ranks:")
     for rank, report in sorted(reports.items()):
         places = [f"{name} ({source})" for name, source in report["tensors"].items()]

@@ -26,6 +26,8 @@ Commands come on stdin, as the agent's source did; end of file stands for a lost
 - ``{"input": id, "data": bytes}``: more of a worker's stdin; no data stands for its end.
 - ``{"probe": {...}}``: see `probe`; the answer is the event ``{"probed": {...}}``.
 - ``{"stack": {"id", "pid"}}``: see `stack`; the answer is the event ``{"stack": {"id", "text"}}``.
+- ``{"sweep": {"agent", "workers", "mark"}}``: end what another agent has left here, see
+  `local_host.end_leftovers`.
 - ``{"close": true}``: no more starts will come; end when no process is left.
 
 Events, in the frames of `frames`: ``{"hello": {...}}``; for each worker ``{"started": {"id",
@@ -54,6 +56,7 @@ from horovod.runner.agents.agent_streams import (
 from horovod.runner.agents.bootstrap import load_modules
 from horovod.runner.agents.local_host import (
     become_subreaper,
+    end_leftovers,
     find_descendants,
     find_program,
     host_facts,
@@ -358,6 +361,8 @@ class Agent:
             for worker in self._workers.values():
                 if worker.number == command["input"] and worker.input is not None:
                     worker.input.feed(command["data"])
+        elif "sweep" in command:
+            end_leftovers(**command["sweep"], grace=LEFTOVER_GRACE)
         elif "close" in command:
             self._closing = True
         else:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from horovod.common.store import MemoryStore
-from horovod.common.wire import new_key
+from horovod.common.wire import encode_key, new_key
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.host_set import Host, HostSet
 from horovod.runner.agents.local_host import signal_groups
@@ -34,9 +34,13 @@ from horovod.runner.output.outputs import Outputs
 from horovod.runner.output.progress import Progress
 from horovod.runner.output.report import LaunchError, Outcome, describe_failure
 from horovod.runner.output.watcher import JobWatcher
+from horovod.runner.slots.worker_env import KEY
 
 _TICK = 0.5
 """Seconds between two calls of `JobPolicy.tick`."""
+
+_SWEEP_PATIENCE = 20.0
+"""Seconds that ending what a lost agent has left may take; the host may be out of reach."""
 
 
 class JobPolicy(ABC):
@@ -124,6 +128,7 @@ class JobController:
         self.supervisor = Supervisor(console, self.outputs, pass_interrupts_on, self.watcher)
         self._progress = Progress(console, status=self.watcher.status)
         self._pids: dict[str, dict[int, int]] = {}  # of the workers that run, by host
+        self._sweepers: list[HostAgent] = []  # agents that end what lost ones have left
 
     def run(self, hosts: HostSet, policy: JobPolicy) -> Outcome:
         """Run the job to its end.
@@ -192,6 +197,8 @@ class JobController:
     # -- what the hosts say ----------------------------------------------------------------
 
     def ready(self, host: Any) -> None:
+        if host in self._sweepers:
+            return
         self._note_connection(host.name, self._hosts.met(host))
 
     def probed(self, agent: HostAgent, answer: dict[str, Any]) -> None:
@@ -222,9 +229,17 @@ class JobController:
         self._policy.exited(host.name, exits)
 
     def lost(self, agent: HostAgent, code: int) -> None:
+        if agent in self._sweepers:
+            return  # the host is out of reach; an agent that lives there has lost us, and ends all
         pids = self._pids.pop(agent.name, {})
         if not agent.remote:
             signal_groups(pids.values(), signal.SIGKILL)
+        self._report_loss(agent, code)
+        has_left_something = bool(pids) or agent.is_given_up
+        if has_left_something and agent.hello and agent.starter and not agent.finished:
+            self._sweep(agent, list(pids.values()))
+
+    def _report_loss(self, agent: HostAgent, code: int) -> None:
         if not self._hosts.lost(agent):
             return
         if agent.hello is not None:
@@ -232,6 +247,21 @@ class JobController:
         elif not self.supervisor.stopping:
             why = f"cannot start on {agent.name}: {agent.explain_end(code)}"
             self._policy.host_failed(agent.name, LaunchError(why))
+
+    def _sweep(self, lost: HostAgent, pids: Sequence[int]) -> None:
+        """Let a new agent end what a lost one has left on its host, if the host can be reached.
+
+        An agent whose connection was lost does so itself; one that was killed or stopped cannot.
+        """
+        try:
+            agent = HostAgent(lost.name, lost.starter)
+        except (ValueError, OSError):
+            return
+        self._sweepers.append(agent)
+        agent.sweep((lost.hello or {})["pid"], pids, f"{KEY}={encode_key(self.endpoints.key)}")
+        agent.finish()
+        self.supervisor.add(agent)
+        self.call_later(_SWEEP_PATIENCE, agent.abandon)
 
 
 def _why_not(number: int, what: str) -> str:

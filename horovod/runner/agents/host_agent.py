@@ -26,11 +26,16 @@ from horovod.runner.agents.agent_streams import (
     command_frame,
 )
 from horovod.runner.agents.bootstrap import Packed, pack_modules
+from horovod.runner.agents.local_host import AGENT_NAME
 from horovod.runner.agents.starters import NO_INPUT, AgentLink, ProcessLink, Starter
 from horovod.runner.output.report import LaunchError
 from horovod.runner.slots.hosts import is_local
 
 _KEPT_ERRORS = 8000
+_SOURCE_SECONDS = 120
+"""How long an agent waits for its source. The launcher's machine may have lost its power, and the
+connection, such as sshd's, notices that only when something is sent."""
+
 _AGENT_MODULES = ("bootstrap", "local_host", "agent_streams", "agent")
 
 
@@ -91,6 +96,8 @@ class HostAgent:
             OSError: If the agent or the starter's command cannot be started.
         """
         self.name = name
+        self.starter = starter
+        self.silent_checks = 0  # since it has given a sign of life: see `Supervisor`
         self.hello: Mapping[str, Any] | None = None  # what it said about its host
         self.finished = False  # it said that nothing is left
         self.is_dismissed = False  # we have told it to end
@@ -114,6 +121,11 @@ class HostAgent:
         return self.link.remote
 
     @property
+    def is_given_up(self) -> bool:
+        """Whether we have ended the connection because it did not answer."""
+        return bool(self._given_up)
+
+    @property
     def unsent(self) -> bool:
         """Whether commands wait for room in the pipe."""
         return bool(self._commands) or self.link.unsent
@@ -124,6 +136,7 @@ class HostAgent:
             data = self.link.read()
         except BlockingIOError:
             return []
+        self.silent_checks = 0
         if not data:
             while self.read_errors():
                 pass
@@ -162,6 +175,10 @@ class HostAgent:
             return f"{self._given_up}:\n{said}" if said else self._given_up
         said = said or f"{self.link.describe_end(code)} and no message"
         return f"\n{said}" if "\n" in said else said
+
+    def describe_end(self, code: int) -> str:
+        """Return the way in which the agent has ended, without what it said last."""
+        return self._given_up or self.link.describe_end(code)
 
     # -- commands --------------------------------------------------------------------------
 
@@ -211,6 +228,10 @@ class HostAgent:
     def ask_for_stack(self, worker: int, pid: int) -> None:
         """Ask for a worker's Python stack (see `stack`); the event "stack" is the answer."""
         self._command({"stack": {"id": worker, "pid": pid, "modules": _packed("stack")}})
+
+    def sweep(self, agent: int, workers: Sequence[int], mark: str) -> None:
+        """Let it end what another agent has left on its host: see `local_host.end_leftovers`."""
+        self._command({"sweep": {"agent": agent, "workers": list(workers), "mark": mark}})
 
     def finish(self) -> None:
         """Start no more workers; the agent then ends when none is left."""
@@ -269,12 +290,13 @@ def agent_command(name: str, starter: Starter | None, length: int | None = None)
 def agent_arguments(length: int) -> list[str]:
     """Return Python's arguments for running `agent_source`, whose length this is, from stdin."""
     program = (
-        f'import marshal,os,sys;s=b"";exec("while len(s)<{length}:'
-        f's+=os.read(0,{length}-len(s))or os._exit({NO_INPUT})");'
+        f'import _signal,marshal,os,sys;_signal.alarm({_SOURCE_SECONDS});s=b"";'
+        f'exec("while len(s)<{length}:s+=os.read(0,{length}-len(s))or os._exit({NO_INPUT})");'
+        "_signal.alarm(0);"
         "version,source,code,*arguments=marshal.loads(s);"
         "exec(marshal.loads(code)if version==sys.version else source);run_agent(*arguments)"
     )
-    return ["-I", "-S", "-X", "utf8", "-c", program, "horovodrun-agent"]
+    return ["-I", "-S", "-X", "utf8", "-c", program, AGENT_NAME]
 
 
 @functools.cache

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 
 TYPE_CHECKING = False  # as in typing, whose import would delay the agent's start
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
     from typing import Any
 
 _NODES = "/sys/devices/system/node"
 _CGROUPS = "/sys/fs/cgroup"
 _PR_SET_CHILD_SUBREAPER = 36
+_SIGKILL, _SIGTERM = 9, 15  # the module `signal` takes long to import
+_LOOK_SECONDS = 0.05
+
+AGENT_NAME = "horovodrun-agent"
+"""The last word of an agent's command line."""
 
 
 def usable_cores(folder: str = _CGROUPS, process: str = "/proc/self/cgroup") -> int:
@@ -187,3 +193,60 @@ def find_descendants(ancestor: int) -> list[int]:
         ]
         found += [pid for pid, inside in level if inside]
     return found
+
+
+def end_leftovers(agent: int, workers: Iterable[int], mark: str, grace: float) -> None:
+    """End what an agent that was lost has left on this host, which may be the agent itself.
+
+    Numbers of processes are used again, at the latest after the host has started anew. So only an
+    agent is killed by its number, and of the other processes only those whose environment has what
+    no other job's has.
+
+    Args:
+        agent: The agent's process.
+        workers: The processes that it has started, each of which leads a session.
+        mark: A variable of the job's processes, as ``NAME=value``.
+        grace: Seconds between SIGTERM and SIGKILL. An agent that lives ends its workers meanwhile.
+    """
+    leaders = set(workers)
+    left = _find_sessions(leaders, mark)
+    signal_all(left, _SIGTERM)
+    deadline = time.monotonic() + grace
+    while time.monotonic() < deadline and (left or _is_agent(agent)):
+        time.sleep(_LOOK_SECONDS)
+        left = _find_sessions(leaders, mark)
+    if _is_agent(agent):
+        signal_all([agent], _SIGKILL)
+    while left and time.monotonic() < deadline + grace:  # one may hang in the kernel
+        signal_all(left, _SIGKILL)
+        time.sleep(_LOOK_SECONDS)
+        left = _find_sessions(leaders, mark)
+
+
+def _is_agent(pid: int) -> bool:
+    """Return whether a process is an agent."""
+    return AGENT_NAME in _words(pid, "cmdline")
+
+
+def _find_sessions(leaders: Container[int], mark: str) -> list[int]:
+    """Return the processes of these sessions that have a variable."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    session = int(file.read().rpartition(b")")[2].split()[3])
+            except OSError:
+                continue
+            if session in leaders and mark in _words(int(name), "environ"):
+                found.append(int(name))
+    return found
+
+
+def _words(pid: int, name: str) -> list[str]:
+    """Return what a file about a process lists; nothing where we may not read it."""
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read().decode("utf-8", "surrogateescape").split("\0")
+    except OSError:
+        return []

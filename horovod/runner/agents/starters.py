@@ -347,7 +347,10 @@ class ProcessLink:
 
     def abandon(self) -> None:
         if self._process.poll() is None:
-            self._process.terminate()
+            if self.remote:
+                self._process.terminate()
+            else:
+                self._process.kill()  # the agent itself, which may be stopped
 
     def release(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):

@@ -37,6 +37,15 @@ A batch system signals every process of a preempted job, and the job's script th
 trap says: it passes the signal on. The workers must not lose their time for a checkpoint by that.
 """
 
+_SILENCE_CHECK = 30.0
+"""Seconds between checks whether agents give signs of life, which they do as often."""
+
+_MOST_SILENT_CHECKS = 10
+"""Checks without a sign of life after which an agent counts as lost: it is stopped, or hangs.
+
+Checks are counted and not seconds: this process may have been stopped itself.
+"""
+
 _KILL_PATIENCE = 3.0
 _STACKS_TICK = 1.0  # seconds between checks whether the watcher asks for stacks
 _CHUNK = 1 << 16
@@ -144,6 +153,7 @@ class Supervisor:
         self._handler = handler
         if self._watcher.wants_stacks:
             self.call_later(_STACKS_TICK, self._ask_for_stacks)
+        self.call_later(_SILENCE_CHECK, self._give_up_silent_agents)
         with self._signals_wake_us():
             while self._agents or (self.awaits_agents and not self.stopping and not self.signals):
                 self._mind_unsent_commands()
@@ -167,6 +177,14 @@ class Supervisor:
         self._selector.close()
 
     # -- agents ----------------------------------------------------------------------------
+
+    def _give_up_silent_agents(self) -> None:
+        for agent in self._agents:
+            agent.silent_checks += 1
+            if agent.hello is not None and agent.silent_checks > _MOST_SILENT_CHECKS:
+                minutes = _MOST_SILENT_CHECKS * _SILENCE_CHECK / 60
+                agent.give_up(f"its agent has given no sign of life for {minutes:g} minutes")
+        self.call_later(_SILENCE_CHECK, self._give_up_silent_agents)
 
     def _mind_unsent_commands(self) -> None:
         for agent in self._agents:
@@ -241,7 +259,7 @@ class Supervisor:
             self._handler.lost(agent, code)
 
     def _stop_agent(self, agent: HostAgent, grace: float, interrupt: bool = False) -> None:
-        if agent.hello is None and agent.remote:
+        if agent.hello is None and agent.remote and not agent.is_dismissed:
             agent.abandon()
         else:
             agent.stop(grace, interrupt=interrupt)

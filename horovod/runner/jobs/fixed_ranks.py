@@ -130,9 +130,11 @@ class FixedRanks(JobPolicy):
                 f"the process that watches over the workers (pid {agent.pid}) died; the workers "
                 f"were killed{said}"
             )
-        elif not self._job.is_ending:
-            how = f"lost: {agent.link.describe_end(code)}"
+        elif not self._job.is_ending or self._cause.awaited(ranks):
+            how = f"lost: {agent.describe_end(code)}"
             self.outcome.lost = LostHost(agent.name, ranks or own, how, agent.last_words)
+            if self._job.is_ending:
+                return
             who = format_ranks(self.outcome.lost.ranks)
             self._console.say(
                 f"{agent.name} (rank {who}) {how}; stopping the others",
@@ -237,6 +239,8 @@ class FixedRanks(JobPolicy):
             return
         if lost is not None and self._cause.awaited(lost.ranks):
             return  # the others say that they failed because of a rank there
+        if self._cause.awaited(self._running):
+            return  # not yet: the rank's agent does not obey, or its word takes long
         self.outcome.first_failure = failure
         self.blamed_worker = failure.rank
         early = self.outcome.early_exits = self._cause.early_exits(self.outcome.exits)

@@ -145,7 +145,24 @@ class CauseFinder:
 
     def first(self) -> Exit | None:
         """Return the exit whose code and stderr say most about the failure."""
-        return first_to_fail(self.failures)
+        failure = first_to_fail(self.failures)
+        failed = {one.rank: one for one in self.failures}
+        passed: list[Exit] = []
+        while failure is not None and failure not in passed:
+            passed.append(failure)
+            named = [failed[rank] for rank in failure.because_of or () if rank in failed]
+            failure = next((one for one in named if one is not failure), failure)
+        if failure is None:
+            return None
+        # The ranks at both ends of a broken link name each other. So does a rank that hung for a
+        # while with one of those that waited for it, but they all name it, and it ends last.
+        circle = passed[passed.index(failure) :]
+        return max(circle, key=self._suspicion)
+
+    def _suspicion(self, one: Exit) -> tuple[int, int]:
+        """Return how many ranks name a rank, and how late it has ended."""
+        count = sum(one.rank in (other.because_of or ()) for other in self.failures)
+        return count, self.failures.index(one)
 
     def early_exits(self, exits: Sequence[Exit]) -> list[Exit]:
         """Return the exits of ranks that others waited for in vain: they had left, or hung.

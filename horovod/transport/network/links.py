@@ -41,6 +41,14 @@ _RETRY_SECONDS = 0.05  # until a dropped handshake is tried again
 _PENDING = 64  # connections in the middle of the handshake, besides one for each rank
 
 
+class MissingPeerError(TimeoutError):
+    """A peer could not be reached, or did not come, while the ranks connected."""
+
+    def __init__(self, rank: int, why: object) -> None:
+        super().__init__(str(why))
+        self.rank = rank
+
+
 class Links:
     """One rank's connections to its peers.
 
@@ -91,12 +99,19 @@ class Links:
     def _exchange(self, key: str, mine: Any) -> list[Any]:
         """Return every rank's `mine`. Rank 0 collects: then each rank asks the store once."""
         group, store = self._group, self._group.store
+
+        def take(name: str, rank: int, seconds: float) -> Any:
+            try:
+                return json.loads(store.get(f"{key}/{name}", seconds))
+            except TimeoutError as error:
+                raise MissingPeerError(rank, error) from error
+
         store.set(f"{key}/{group.rank}", json.dumps(mine).encode())
         if group.rank == 0:
-            values = [json.loads(store.get(f"{key}/{r}", self._seconds)) for r in range(group.size)]
+            values = [take(str(rank), rank, self._seconds) for rank in range(group.size)]
             store.set(f"{key}/all", json.dumps(values).encode())
             return values
-        result: list[Any] = json.loads(store.get(f"{key}/all", 2 * self._seconds))
+        result: list[Any] = take("all", 0, 2 * self._seconds)
         return result
 
     def _listen(self) -> socket.socket:
@@ -133,7 +148,8 @@ class Links:
                 one that we dial must answer within HOROVOD_GLOO_TIMEOUT_SECONDS.
 
         Raises:
-            OSError: A peer cannot be reached, or does not answer in time (TimeoutError).
+            MissingPeerError: A peer cannot be reached, or does not answer in time.
+            OSError: The group has failed meanwhile.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         missing = [rank for rank in ranks if rank not in self.open]
@@ -141,7 +157,11 @@ class Links:
         # two ranks wait for each other.
         for rank in missing:
             if rank < self._group.rank:
-                self._dial(rank, deadline)
+                try:
+                    self._dial(rank, deadline)
+                except (TimeoutError, ConnectionRefusedError) as error:
+                    who = self._group.describe(rank)
+                    raise MissingPeerError(rank, f"{who} cannot be reached: {error}") from error
         for rank in missing:
             if rank > self._group.rank:
                 self._await(rank, deadline)
@@ -169,7 +189,7 @@ class Links:
                     raise ConnectionAbortedError("the transport has failed")
                 if deadline is not None and time.monotonic() > deadline:
                     who = self._group.describe(rank)
-                    raise TimeoutError(f"{who} has not connected")
+                    raise MissingPeerError(rank, f"{who} has not connected")
                 if not self._changed.wait(LOOK_SECONDS) and deadline is not None:
                     self._group.check_rendezvous()
 
@@ -351,9 +371,11 @@ class Links:
 
 def connection_failure(group: Group, error: Exception) -> HorovodInternalError:
     """Return the error that a rank raises when it could not connect to its peers."""
+    missing = [error.rank] if isinstance(error, MissingPeerError) else []
     return HorovodInternalError(
         f"{group.describe(group.rank)} could not connect to the other ranks over TCP "
         f"(HOROVOD_GLOO_TIMEOUT_SECONDS={group.config.gloo_timeout_seconds:g}): {error}. "
         f"If hosts cannot reach each other on the chosen address, set HOROVOD_GLOO_IFACE "
-        f"to the network interface to use"
+        f"to the network interface to use",
+        ranks=missing,
     )

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport import pairwise
 from horovod.transport.arithmetic import ignore_overflow
@@ -85,7 +85,9 @@ class TcpTransport(PairwiseTransport):
             self.barrier()  # returns when all ranks are here, or raises when a connection ends
         except (OSError, ValueError, TimeoutError) as error:
             self._close_now()
-            raise connection_failure(group, error) from error
+            # A peer may have failed meanwhile, which the thread of `Links` has noticed.
+            known = self._failure
+            raise (fresh_copy(known) if known else connection_failure(group, error)) from error
         except HorovodInternalError:
             self._close_now()
             raise

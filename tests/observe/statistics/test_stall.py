@@ -21,7 +21,14 @@ from horovod.engine.execution.executor import Executor
 from horovod.engine.request import Request
 from horovod.observe.observer import Observer, Trace
 from horovod.observe.statistics import stall
-from horovod.observe.statistics.stall import Reports, StallInspector, _reports, describe
+from horovod.observe.statistics.stall import (
+    Reports,
+    StallInspector,
+    _reports,
+    describe,
+    find_behind,
+    find_missing,
+)
 from horovod.transport.base import Group
 from horovod.transport.single import SingleTransport
 
@@ -267,3 +274,17 @@ def test_missing_is_exactly_who_does_not_wait(waiting: dict[int, set[str]]):
         found = set(lines[0].partition("[")[2].rstrip("]").split(", ")) if lines else set()
         assert found == absent
         assert (f"{rank + 10}: " in waits) == (rank in waiting)
+
+
+def test_ranks_in_the_middle_of_an_operation_hold_up_those_that_wait_for_the_next():
+    """Rank 2 hangs in "p": rank 1 has not got all of it, rank 0 has."""
+    reports: Reports = {
+        0: {"tensors": {"q": "train.py:2"}, "run": 8},
+        1: {"tensors": {"p": "train.py:1", "q": "train.py:2"}, "run": 7},
+        2: {"tensors": {"p": "train.py:1", "q": "train.py:2"}, "run": 7},
+    }
+    assert find_behind(reports) == {1, 2}
+    assert find_missing(3, reports) == {}, "rank 0 has run what it does not wait for"
+    text = describe(channel_of(0, 3, MemoryStore()), reports, 61.0)
+    assert "In the middle of an operation that the others have finished: 11, 12\n" in text
+    assert find_behind({0: {"tensors": {"q": ""}, "run": 8}}) == set()

@@ -6,6 +6,7 @@ import signal
 
 from horovod.runner.output.lines import Line
 from horovod.runner.output.report import (
+    CauseFinder,
     Exit,
     LostHost,
     Outcome,
@@ -27,6 +28,27 @@ def test_of_ranks_found_dead_together_the_killed_one_comes_first():
     raised, killed, aborted = Exit(0, 10, 1), Exit(2, 12, -9), Exit(1, 11, -6)
     assert first_to_fail([Exit(3, 13, 0), raised, aborted, killed]) is killed
     assert first_to_fail([raised, aborted]) is raised
+
+
+def test_of_ranks_that_name_each_other_one_is_blamed_and_not_who_names_them():
+    """The connection between ranks 1 and 2 is cut, and rank 3 has heard of it from rank 1."""
+    third = Exit(3, 13, 1, because_of=(1,))
+    ends = [Exit(1, 11, 1, because_of=(2,)), Exit(2, 12, 1, because_of=(1,))]
+    cause = CauseFinder()
+    cause.add([third])
+    assert cause.first() is third
+    cause.add(ends)
+    assert cause.first() in ends
+    cause.add([Exit(0, 10, 1)])
+    assert cause.first() == Exit(0, 10, 1)
+
+
+def test_a_rank_that_hung_for_a_while_is_blamed_though_it_names_one_that_waited():
+    waited = [Exit(rank, rank, 1, because_of=(2,)) for rank in (0, 1)]
+    hung = Exit(2, 12, 1, because_of=(0,))
+    cause = CauseFinder()
+    cause.add([*waited, hung])
+    assert cause.first() is hung
 
 
 def test_exit_status():
