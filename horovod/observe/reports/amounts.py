@@ -1,4 +1,4 @@
-"""Times, sizes and numbers as people write them. Used by the modules that write the report."""
+"""Times, sizes, numbers, lists and tables as people write them, in reports and messages."""
 
 from __future__ import annotations
 
@@ -49,3 +49,24 @@ def ordinal(number: int) -> str:
     if number % 100 in (11, 12, 13):
         return f"{number}th"
     return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"
+
+
+def count_of(number: int | None, noun: str) -> str:
+    """Return a number and a noun, such as ``1 worker`` or ``3 workers``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def join_words(words: Sequence[str], most: int | None = None) -> str:
+    """Return ``a, b and c``; of more words than ``most``, the first ones and how many are left."""
+    if most is not None and len(words) > most:
+        return f"{', '.join(words[:most])} and {len(words) - most} more"
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def align_columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
+    """Return a line for each row of a table, with equally wide cells in each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        gap.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
+from horovod.observe.reports.amounts import count_of, ordinal, ranks_named
 from horovod.observe.reports.amounts import milliseconds as _ms
-from horovod.observe.reports.amounts import ordinal, ranks_named
 from horovod.observe.reports.analysis import Analysis
 from horovod.observe.reports.crowding import count_ranks_and_cores
 from horovod.observe.reports.faults import Advice, Fault
@@ -180,7 +180,7 @@ def _advise_on_cores(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
     )
     if ranks > cores > 0:
         on = f" of {host}" if len(set(analysis.hosts.values())) > 1 else ""
-        number += f"; {ranks} ranks share {cores} core{'' if cores == 1 else 's'}{on}"
+        number += f"; {ranks} ranks share {count_of(cores, 'core')}{on}"
         yield Advice(
             Fault.CORES,
             "cores are oversubscribed",
@@ -190,7 +190,7 @@ def _advise_on_cores(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
         )
         return
     if cores:
-        number += f"; {ranks} rank{'' if ranks == 1 else 's'} may use {cores} cores"
+        number += f"; {count_of(ranks, 'rank')} may use {cores} cores"
     action = (
         "Something else runs on their cores: other programs, loader workers, more threads than "
         "cores (OMP_NUM_THREADS), or a limit of the container. Look with top while training runs; "

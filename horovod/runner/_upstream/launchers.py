@@ -24,7 +24,6 @@ from horovod.runner._upstream.settings import (
     as_elastic_arguments,
     options_of,
 )
-from horovod.runner._upstream.table import REFUSED, refuse
 from horovod.runner.check_build import check_build as build_report
 from horovod.runner.functions.function_call import with_known_sentence
 from horovod.runner.jobs import controllers
@@ -35,12 +34,6 @@ from horovod.runner.options.arguments import make_options
 from horovod.runner.options.tunables import TUNABLES
 from horovod.runner.output.report import LaunchError, Outcome
 from horovod.runner.slots.worker_env import interface_variables
-
-
-def __getattr__(name: str) -> Any:
-    if name in REFUSED:
-        return refuse(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def create_slot_env_vars(slot_info: SlotInfo) -> dict[str, str]:

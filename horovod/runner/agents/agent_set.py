@@ -14,6 +14,7 @@ from typing import Any
 
 from horovod.common.joining.addresses import LOOPBACK
 from horovod.common.topology import Slot
+from horovod.observe.reports.amounts import count_of
 from horovod.runner.agents.controller import JobController
 from horovod.runner.agents.host_agent import HostAgent, WorkerSpec, start_agent, start_command
 from horovod.runner.agents.host_set import HostSet, assignment_variables
@@ -264,7 +265,7 @@ class AgentSet(HostSet):
             self._said.add((threads, cores, slots))
             self._console.say(
                 f"OMP_NUM_THREADS={threads} for each worker on {agent.name} ({cores} cores, "
-                f"{slots} slot{'' if slots == 1 else 's'}); set it yourself to choose otherwise"
+                f"{count_of(slots, 'slot')}); set it yourself to choose otherwise"
             )
 
 

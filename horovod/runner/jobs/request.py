@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from horovod.common.joining.addresses import LOOPBACK
 from horovod.common.topology import Slot
+from horovod.observe.reports.amounts import count_of
 from horovod.runner.agents.agent_set import WorkerRequest
 from horovod.runner.agents.host_agent import HostAgent, WorkerSpec, start_command
 from horovod.runner.agents.local_host import usable_cores
@@ -126,14 +127,13 @@ def describe_threads(request: JobRequest, agents: Iterable[HostAgent]) -> list[s
     for (threads, cores, workers), names in alike.items():
         where = "" if len(alike) == 1 else f" on {', '.join(names)}"
         if workers > cores:
-            many = "1 core" if cores == 1 else f"{cores} cores"
+            many = count_of(cores, "core")
             each = f", with OMP_NUM_THREADS={chosen or threads} for each"
             sentences.append(f"{workers} ranks share {many}{where}{each}. {CROWDED_ADVICE}")
         elif request.verbose and not chosen:
-            plural = "" if workers == 1 else "s"
             sentences.append(
-                f"OMP_NUM_THREADS={threads} for each worker{where} ({cores} cores, {workers} "
-                f"worker{plural}); set it yourself to choose otherwise"
+                f"OMP_NUM_THREADS={threads} for each worker{where} ({cores} cores, "
+                f"{count_of(workers, 'worker')}); set it yourself to choose otherwise"
             )
     return sentences
 
