@@ -122,18 +122,15 @@ class Dashboard(JobWatcher):
         self._loop = asyncio.get_running_loop()
         await server.start()
         while not self._closing.is_set():
-            self._refresh(server)
+            self._guarded(self._take_all)
+            server.connections.expire(time.monotonic())
+            server.wake()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _TICK)
         self._guarded(self._take_all)
         self._guarded(self._take_end)
         self._guarded(self._write)
         await server.finish()
-
-    def _refresh(self, server: Server) -> None:
-        self._guarded(self._take_all)
-        server.connections.expire(time.monotonic())
-        server.wake()
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:

@@ -80,17 +80,11 @@ class TypicalStep:
         """Return the medians; None if there are too few steps."""
         if len(steps) < FEWEST_STEPS:
             return None
-        computes = tuple(step.compute for step in steps)
-        reduces = tuple(step.reduce for step in steps)
+        parts = ("total", "compute", "backward", "wait", "reduce", "exposed")
         return cls(
-            statistics.median([step.total for step in steps]),
-            statistics.median(computes),
-            statistics.median([step.backward for step in steps]),
-            statistics.median([step.wait for step in steps]),
-            statistics.median(reduces),
-            statistics.median([step.exposed for step in steps]),
-            computes,
-            reduces,
+            **{part: statistics.median(getattr(step, part) for step in steps) for part in parts},
+            computes=tuple(step.compute for step in steps),
+            reduces=tuple(step.reduce for step in steps),
         )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from horovod.runner.agents.host_agent import AgentEnded, AgentEvent, HostAgent, WorkerOutput
+from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.output.console import Colour, Console
 from horovod.runner.output.outputs import Outputs
 from horovod.runner.output.watcher import JobWatcher
@@ -181,32 +181,31 @@ class Supervisor:
         if agent not in self._agents:
             return
         for event in agent.read():
-            if isinstance(event, WorkerOutput):
-                self._outputs.take(event.worker, event.stream, event.data)
-            elif isinstance(event, AgentEnded):
-                self._remove(agent, event.finished)
-            else:
-                self._pass_on(agent, event)
+            self._take_event(agent, *event)
 
-    def _pass_on(self, agent: HostAgent, event: AgentEvent) -> None:
-        handler, content = self._handler, event.content
+    def _take_event(self, agent: HostAgent, kind: str, content: Any) -> None:
+        handler = self._handler
         assert handler is not None
-        if event.kind == "hello":
+        if kind == "output":
+            self._outputs.take(*content)
+        elif kind == "ended":
+            self._remove(agent, content)
+        elif kind == "hello":
             handler.ready(agent)
-        elif event.kind == "probed":
+        elif kind == "probed":
             handler.probed(agent, content)
-        elif event.kind == "started":
+        elif kind == "started":
             self._agent_of[content["id"]] = agent
             handler.started(agent, content["id"], content["pid"])
-        elif event.kind == "failed":
+        elif kind == "failed":
             handler.failed(agent, content["id"], content["errno"], content["what"])
-        elif event.kind == "exited":
+        elif kind == "exited":
             handler.exited(agent, [(worker, code) for worker, code in content])
-        elif event.kind == "stack":
+        elif kind == "stack":
             self._watcher.note("stack", worker=content["id"], text=content["text"])
-        elif event.kind == "note":
+        elif kind == "note":
             self._note(f"{agent.name}: {content}")
-        elif event.kind == "stuck":
+        elif kind == "stuck":
             pids = ", ".join(map(str, content))
             self._note(f"{agent.name}: these processes did not end even after SIGKILL: {pids}")
 

@@ -61,6 +61,23 @@ class JobRequest(WorkerRequest):
         return all(is_local(name) for name in self.hosts)
 
 
+def make_worker_request(
+    options: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]
+) -> WorkerRequest:
+    """Return what the workers of any job run, and how they are started; see `make_request`."""
+    timeout = settings(options, env).start_timeout
+    return WorkerRequest(
+        command=command,
+        env={**env, **settings_environment(options, env)},
+        cwd=os.getcwd(),
+        starter=make_starter(options, env, timeout),
+        nics=options.network_interfaces or (),
+        start_timeout=timeout,
+        cpu_bind=options.cpu_bind,
+        verbose=options.verbose,
+    )
+
+
 def make_request(
     options: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]
 ) -> JobRequest:
@@ -78,19 +95,8 @@ def make_request(
         slots = plan_slots(options.hosts, options.num_proc)
     except ValueError as error:
         raise LaunchError(str(error), status=2) from None
-    timeout = settings(options, env).start_timeout
-    return JobRequest(
-        command=command,
-        slots=slots,
-        env={**env, **settings_environment(options, env)},
-        cwd=os.getcwd(),
-        starter=make_starter(options, env, timeout),
-        nics=options.network_interfaces or (),
-        start_timeout=timeout,
-        cpu_bind=options.cpu_bind,
-        verbose=options.verbose,
-        attach=options.attach,
-    )
+    workers = make_worker_request(options, command, env)
+    return JobRequest(**vars(workers), slots=slots, attach=options.attach)
 
 
 def worker_specs(request: JobRequest, agent: HostAgent) -> list[WorkerSpec]:
