@@ -16,7 +16,7 @@ from horovod.transport.base import Group
 
 
 class PendingOperation(Protocol):
-    """What has been submitted and has not run."""
+    """An operation that was submitted and has not run."""
 
     name: str
     submitted: float  # by `time.monotonic`
@@ -51,7 +51,7 @@ class ObservedChannel(Protocol):
         """Return what has been submitted and has not run, oldest first."""
 
     def abort(self, error: HorovodInternalError) -> None:
-        """Fail everything here, and everything that other ranks do together with us."""
+        """Fail all operations of this channel, on this rank and on the others."""
 
 
 def size_of(operation: Operation) -> int:

@@ -93,6 +93,24 @@ def make_options(
     return _read(make_parser(), argv, environ)
 
 
+def as_words(values: Mapping[str, object]) -> list[str]:
+    """Return the words of a command line.
+
+    Args:
+        values: The value of each option. True stands for a switch that is on, a list for several
+            words; None and False leave the option out.
+    """
+    words: list[str] = []
+    for flag, value in values.items():
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, (list, tuple)):
+            words += [flag, *map(str, value)]
+        elif value is not None and value is not False:
+            words.append(f"{flag}={value}")
+    return words
+
+
 def _read(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, environ: Mapping[str, str]
 ) -> argparse.Namespace:
