@@ -31,7 +31,7 @@ from horovod.observe.reports.scaling import (
     write_csv,
 )
 from horovod.runner.jobs import controllers
-from horovod.runner.jobs.request import make_request
+from horovod.runner.jobs.request import describe_plan, make_request
 from horovod.runner.jobs.run_job import find_command, run_job
 from horovod.runner.output.console import Colour, Console
 from horovod.runner.output.report import Exit, LaunchError, exit_status
@@ -243,8 +243,6 @@ def _check_output(options: argparse.Namespace) -> None:
 
 
 def _describe(controller: str, options: argparse.Namespace, env: Mapping[str, str]) -> str:
-    from horovod.runner.jobs.request import describe_plan
-
     lines = []
     for size in options.scaling:
         job = _options_for(options, size)

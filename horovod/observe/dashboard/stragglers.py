@@ -133,7 +133,7 @@ def find_stragglers(ranks: Mapping[int, RankView], interval: float) -> dict[int,
     """
     found: dict[int, Straggler] = {}
     for rank, view in ranks.items():
-        finding = _is_not_running(view, interval)
+        finding = _find_idle(view, interval)
         if finding is not None:
             found[rank] = finding
     judged = {
@@ -218,7 +218,7 @@ class _Case:
             self.said = finding
 
 
-def _is_not_running(view: RankView, interval: float) -> Straggler | None:
+def _find_idle(view: RankView, interval: float) -> Straggler | None:
     others = f"; {_others_wait(view)}" if view.waiting else ""
     if view.process_state in ("T", "t"):
         how = "by a debugger" if view.process_state == "t" else "by a signal (state T)"

@@ -51,12 +51,12 @@ def _advise_on_long_steps(analysis: Analysis) -> Iterator[Advice]:
     usual, longer = analysis.step_time, median(each.step.duration for each in steps)
     number = (
         f"{len(steps)} of {len(analysis.all_steps)} steps, {when}, take {_ms(longer)} (median) "
-        f"instead of {_ms(usual)}. {_who_was_last(analysis)}"
+        f"instead of {_ms(usual)}. {_describe_last_rank(analysis)}"
     )
-    yield Advice(Fault.LONG_STEPS, "long steps", number, _what_is_long(analysis), cost)
+    yield Advice(Fault.LONG_STEPS, "long steps", number, _advise_where_long(analysis), cost)
 
 
-def _who_was_last(analysis: Analysis) -> str:
+def _describe_last_rank(analysis: Analysis) -> str:
     """Return a sentence on who was last in the long steps."""
     where, last = analysis.long_steps.where, analysis.long_steps.last
     if where is Where.EXCHANGE:
@@ -69,7 +69,7 @@ def _who_was_last(analysis: Analysis) -> str:
     return f"Rank {rank}{_on_host(analysis, rank)} is the last in {times} of them"
 
 
-def _what_is_long(analysis: Analysis) -> str:
+def _advise_where_long(analysis: Analysis) -> str:
     """Return what to look for in the long steps."""
     where, last = analysis.long_steps.where, analysis.long_steps.last
     if where is Where.EXCHANGE:
@@ -109,13 +109,13 @@ def _advise_on_slow_ranks(analysis: Analysis, losses: Losses) -> Iterator[Advice
         f"compute{'s' if len(slow.ranks) == 1 else ''} {_ms(slow.excess)} (median) longer than the "
         f"others"
     )
-    action = _where_slow(analysis, slow.ranks)
+    action = _advise_where_slow(analysis, slow.ranks)
     yield Advice(
         Fault.SLOW_RANKS, f"{named} {are} slow", number, action, slow.cost * len(analysis.steps)
     )
 
 
-def _where_slow(analysis: Analysis, ranks: Sequence[int]) -> str:
+def _advise_where_slow(analysis: Analysis, ranks: Sequence[int]) -> str:
     """Return where to look: slow ranks lose time before the first gradient, or in backward."""
     before, backward = (_compare(analysis, ranks, part) for part in ("before_backward", "backward"))
     if before is None or backward is None:

@@ -258,7 +258,7 @@ class AgentSet(HostSet):
         return agent is not None and not agent.remote
 
     def _say_threads(self, agent: HostAgent, slots: int) -> None:
-        request, cores = self._request, int((agent.hello or {})["cores"])
+        request, cores = self._request, agent.cores
         threads = threads_per_worker(cores, slots)
         is_ours = agent.link.own_variables is not None and not request.env.get("OMP_NUM_THREADS")
         if is_ours and request.verbose and (threads, cores, slots) not in self._said:
@@ -285,12 +285,12 @@ def host_variables(
         nics: The network interfaces of the host for the traffic between ranks; any if empty.
         workers: The number of workers that share the cores of the host.
     """
-    own_variables, hello = agent.link.own_variables, agent.hello or {}
+    own_variables = agent.link.own_variables
     env = travelling_variables(request.env, own_variables) if agent.remote else dict(request.env)
     if own_variables is not None:  # otherwise the cluster that offers the host decides on these
         if not request.env.get("OMP_NUM_THREADS"):
-            env["OMP_NUM_THREADS"] = str(threads_per_worker(int(hello["cores"]), workers))
-        env |= memory_variables(hello["machine"], env)
+            env["OMP_NUM_THREADS"] = str(threads_per_worker(agent.cores, workers))
+        env |= memory_variables((agent.hello or {})["machine"], env)
     env |= interface_variables(nics) | common_variables(rendezvous)
     if own_variables is None:
         del env[KEY]

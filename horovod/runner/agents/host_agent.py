@@ -100,6 +100,11 @@ class HostAgent:
         return self.link.remote
 
     @property
+    def cores(self) -> int:
+        """The number of cores that its workers may use together; only after it has answered."""
+        return int((self.hello or {})["cores"])
+
+    @property
     def unsent(self) -> bool:
         """Whether commands wait for room in the pipe."""
         return bool(self._commands) or self.link.unsent

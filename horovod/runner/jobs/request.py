@@ -123,14 +123,15 @@ def describe_threads(request: JobRequest, agents: Iterable[HostAgent]) -> list[s
     Without --verbose there are only those about hosts with more workers than cores: these are slow.
     """
     chosen = request.env.get("OMP_NUM_THREADS")
-    alike: dict[tuple[int, int, int], list[str]] = {}
+    alike: dict[tuple[int, int], list[str]] = {}
     for agent in agents:
         if agent.link.own_variables is None:
             continue  # the cluster that offers the host decides on threads
-        facts = (_threads(request, agent), _cores(agent), len(neighbours(request, agent.name)))
+        facts = (agent.cores, len(neighbours(request, agent.name)))
         alike.setdefault(facts, []).append(agent.name)
     sentences = []
-    for (threads, cores, workers), names in alike.items():
+    for (cores, workers), names in alike.items():
+        threads = threads_per_worker(cores, workers)
         where = "" if len(alike) == 1 else f" on {', '.join(names)}"
         if workers > cores:
             many = count_of(cores, "core")
@@ -142,14 +143,6 @@ def describe_threads(request: JobRequest, agents: Iterable[HostAgent]) -> list[s
                 f"{count_of(workers, 'worker')}); set it yourself to choose otherwise"
             )
     return sentences
-
-
-def _threads(request: JobRequest, agent: HostAgent) -> int:
-    return threads_per_worker(_cores(agent), len(neighbours(request, agent.name)))
-
-
-def _cores(agent: HostAgent) -> int:
-    return int((agent.hello or {})["cores"])
 
 
 def neighbours(request: JobRequest, name: str) -> list[Slot]:
