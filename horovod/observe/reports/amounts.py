@@ -63,10 +63,10 @@ def join_words(words: Sequence[str], most: int | None = None) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def align_columns(rows: Sequence[Sequence[str]], gap: str = "  ") -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line for each row of a table, with equally wide cells in each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        gap.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
