@@ -34,14 +34,11 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "0 %"
 
 
-def ranks_named(ranks: Sequence[int], most: int = 6) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
     """Return a text such as "rank 2" or "ranks 2, 3 and 5"; of many ranks, the first few."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    if len(ranks) > most:
-        shown = ", ".join(str(rank) for rank in ranks[: most - 1])
-        return f"ranks {shown} and {len(ranks) - most + 1} more"
-    return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
+    return f"ranks {join_words(list(map(str, ranks)), 5 if len(ranks) > 6 else None)}"
 
 
 def ordinal(number: int) -> str:

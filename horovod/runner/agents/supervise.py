@@ -40,6 +40,7 @@ trap says: it passes the signal on. The workers must not lose their time for a c
 _KILL_PATIENCE = 3.0
 _STACKS_TICK = 1.0  # seconds between checks whether the watcher asks for stacks
 _CHUNK = 1 << 16
+_STDIN = 0
 
 
 class Handler(Protocol):
@@ -252,21 +253,21 @@ class Supervisor:
 
     # -- stdin -----------------------------------------------------------------------------
 
-    def attach(self, agent: HostAgent, worker: int, fd: int = 0) -> None:
-        """Pass what arrives at a descriptor of ours on to a worker's stdin."""
+    def attach(self, agent: HostAgent, worker: int) -> None:
+        """Pass on what arrives at our stdin to a worker's stdin."""
 
         def pass_on() -> bool:
             try:
-                data = os.read(fd, _CHUNK)
+                data = os.read(_STDIN, _CHUNK)
             except OSError:
                 data = b""  # closed, or we may not read it: as if it had ended
             agent.feed(worker, data)
             if not data:
-                self.unwatch(fd)
+                self.unwatch(_STDIN)
             return bool(data)
 
         try:
-            self.watch(fd, pass_on)
+            self.watch(_STDIN, pass_on)
         except (OSError, ValueError):  # an ordinary file cannot be waited for: read it at once
             while pass_on():
                 pass
