@@ -1,4 +1,4 @@
-"""The dashboard of a job: it takes the launcher's events and the ranks' reports, and makes a page.
+"""Run the dashboard of a job: take the launcher's events and the ranks' reports, and make a page.
 
 `horovod.observe.dashboard.watching` makes it. The launcher's threads only append to queues; one
 thread of the dashboard's own holds the board, serves the page and writes the saved file. If
@@ -192,7 +192,7 @@ class Dashboard(JobWatcher):
             log.take_message(event, details, at)
 
     def _forget_reports(self) -> None:
-        """Delete the reports of old generations, which would stay in the store for ever."""
+        """Delete the reports of old generations, which nobody else deletes from the store."""
         current = self._board.generation
         if self._forgotten < current:
             self._forgotten = current

@@ -1,4 +1,4 @@
-"""Say in one line on the terminal how a job goes: ``--progress``, for people without a browser.
+"""Show how a job goes in one line on the terminal: ``--progress``, for people without a browser.
 
 `run_job` makes a `StatusLine`. It gets the same reports of the ranks as the dashboard, makes the
 same picture of them, and so calls the same ranks slow. `output.progress` shows the line.

@@ -1,4 +1,4 @@
-"""Times, sizes, numbers, lists and tables as people write them, in reports and messages."""
+"""Write times, sizes, numbers, lists and tables as people do, for reports and messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and who is late. Pure functions over aligned recordings.
+"""Find where the time of a step goes and which ranks are late: pure functions of recordings.
 
 Every moment of a step of a rank is compute, wait, negotiation or reduction: see `splitting`. A step
 lasts from the end of one exchange of gradients to the end of the next, which is about the same

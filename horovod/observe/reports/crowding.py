@@ -1,4 +1,4 @@
-"""Hosts whose ranks outnumber their cores: there ranks take turns.
+"""Find hosts whose ranks outnumber their cores, so that ranks take turns.
 
 The times of single ranks say little on such a host. Used by the live page and by `rank_advice`.
 """

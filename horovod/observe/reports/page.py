@@ -1,4 +1,4 @@
-"""The report as one page for a browser, light and dark: ``horovod.timeline report --html``.
+"""Write the report as one page for a browser: ``horovod.timeline report --html``.
 
 The page needs no script and nothing from another host, so it can be mailed and kept. Names come
 from the files, which anybody may have written, so all of them are escaped.

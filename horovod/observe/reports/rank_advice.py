@@ -1,4 +1,4 @@
-"""Advice on what single ranks do: who is late, why, and in which steps. Used by `advice`."""
+"""Advise on what single ranks do: which are late, why, and in which steps. `advice` uses this."""
 
 from __future__ import annotations
 

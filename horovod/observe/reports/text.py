@@ -1,4 +1,4 @@
-"""The report as text, for a terminal. ``horovod.timeline report`` prints it."""
+"""Write the report as text for a terminal. ``horovod.timeline report`` prints it."""
 
 from __future__ import annotations
 

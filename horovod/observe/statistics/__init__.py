@@ -1,4 +1,4 @@
-"""What a rank counts and times while it runs.
+"""Count and time what a rank does while it runs.
 
 - `counters` has the numbers of one channel, `process` the sums, steps and metrics of a process;
 - `device_clock` and `lane_timing` measure the work of a device, by the device's own clock;

@@ -1,4 +1,4 @@
-"""The numbers of one channel, and the times of what devices do later than their host.
+"""Count what one channel does, and time what devices do later than their host.
 
 Counting is on in every job, so it is a few additions for each operation, made by the one thread
 that runs it, and without a lock.

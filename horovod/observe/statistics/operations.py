@@ -1,4 +1,4 @@
-"""An operation and a channel of the engine, as observers see them.
+"""Declare what observers see of an operation and of a channel of the engine.
 
 The engine's own classes fit these protocols, so that observers need not import the engine.
 """

@@ -1,4 +1,4 @@
-"""The numbers behind `hvd.stats()`: what this process has done, counted all the time.
+"""Count what this process does, all the time: the numbers behind `hvd.stats()`.
 
 Channels count what they do in `Counters`, optimizers tell `Statistics` about steps, scripts about
 their metrics; `hvd.stats()` and the reporter (`horovod.observe.statistics.reporter`) read.
@@ -63,7 +63,7 @@ class Statistics:
         self.gpu_uuid = ""  # as NVIDIA's tools write it; empty: no GPU, or not known
         self._sampled = 0.0
         self._recent: deque[Step] = deque(maxlen=KEPT_STEPS)
-        self._in_steps = [0.0, 0.0, 0.0]  # seconds of waiting, reducing, and hidden ones of these
+        self._in_steps = [0.0, 0.0, 0.0]  # seconds of waiting, of reducing, and of hidden work
         self._last = Totals()  # at the end of the last step
         self._last_end = 0.0  # when that was; 0: nothing is known of the step that goes on
         self._backward = 0.0  # seconds of the step that goes on

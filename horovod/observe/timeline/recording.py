@@ -1,4 +1,4 @@
-"""What one rank recorded: its events interpreted as collectives, waits and steps.
+"""Interpret the events that one rank recorded as collectives, waits and steps.
 
 All modules that read files use it. Times are microseconds on the rank's own clock until `clocks`
 has put them on one clock for the job.

@@ -281,7 +281,7 @@ class ProcessLink:
     """Pipes to a child process."""
 
     unsent = False
-    ends = ("", "")  # the agent says what ssh or Slurm has told it
+    ends = ("", "")  # unknown here; the agent reports what ssh or Slurm says
 
     def __init__(self, command: Sequence[str], starter: Starter | None) -> None:
         """Start the process.
