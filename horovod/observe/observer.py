@@ -1,4 +1,4 @@
-"""Pass on what the engine does to statistics, timeline and profilers: the only way to them.
+"""Tell statistics, timeline and profilers what the engine does, which has no other way to them.
 
 Every channel has an `Observer`. Its rounds, its executor, the threads that wait and the prepared
 reductions tell it what happens: what was queued, agreed on, begun, ended, in which bytes. Here, and
