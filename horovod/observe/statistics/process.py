@@ -105,7 +105,7 @@ class Statistics:
     # -- steps -----------------------------------------------------------------------------
 
     def reform(self) -> None:
-        """Begin the next step now: it runs among other ranks than what came before."""
+        """Forget the step that goes on: the next one begins among other ranks."""
         self._last_end = self._backward = 0.0
 
     def add_backward(self, seconds: float, buckets: int, on_device: Timing | None = None) -> None:
