@@ -39,7 +39,7 @@ ALLOWED = {
     # then waits for Lightning and imports nothing before.
     ("horovod.torch", "horovod.lightning.registration"),
     # An old name (docs/old_names.md), imported when somebody asks for it.
-    ("horovod.runner.elastic.driver", "horovod.runner._upstream.environment"),
+    ("horovod.runner.elastic.driver", "horovod.runner._upstream.find_old_name"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Seeing what a job does: everything that counts, records, explains and shows.
+"""Count, record, explain and show what a job does.
 
 - `statistics`: what a rank counts and times while it runs, behind `hvd.stats()`;
 - `timeline`: recording a rank's operations into a file, reading such files and merging them;

@@ -1,4 +1,4 @@
-"""What the engine tells about its operations: the one door to statistics, timeline and profilers.
+"""Tell statistics, timeline and profilers what the engine does, which has no other way to them.
 
 Every channel has an `Observer`. Its rounds, its executor, the threads that wait and the prepared
 reductions tell it what happens: what was queued, agreed on, begun, ended, in which bytes. Here, and
@@ -29,13 +29,13 @@ _NOTHING = nullcontext()
 
 @dataclass
 class Trace:
-    """Where a job's timeline is while one is being recorded."""
+    """Who wants to see every operation of a job, such as its timeline while one is recorded."""
 
     timeline: Timeline | None = None
     members: dict[str, Sequence[str]] = field(default_factory=dict)  # of requests that are groups
     shares_arrivals: bool = False  # whether ranks tell each other when they submitted; all or none
     has_ranges: bool = False  # whether a tool or the log wants every operation
-    watched: bool = False  # one of these: then nothing takes the shortest way
+    watched: bool = False  # whether any of these is wanted: then nothing takes the shortest way
 
     def record(self, timeline: Timeline | None) -> None:
         """Record into this one from now on."""
@@ -221,7 +221,7 @@ class Observer:
             counters.save(saved)
 
     def ended(self, operations: Sequence[Operation]) -> None:
-        """Note that the results of these are there."""
+        """Note that these operations have their results."""
         if self.counters is not None:
             self.counters.operations += len(operations)
         timeline = self.trace.timeline

@@ -15,7 +15,7 @@ from typing import Any
 import horovod
 from horovod.common.logging import LEVELS, get_logger
 from horovod.runner.jobs import controllers
-from horovod.runner.jobs.request import make_request
+from horovod.runner.jobs.request import describe_plan, make_request
 from horovod.runner.jobs.run_job import run_job
 from horovod.runner.options.arguments import parse_args as parse_args  # upstream's name too
 from horovod.runner.options.completion import completion_script
@@ -82,20 +82,18 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         if options.scaling is not None:
             from horovod.runner.scaling import run_study
 
-            return run_study(options, {**os.environ, **_terminal(console)}, console)
+            return run_study(options, {**os.environ, **_terminal_env(console)}, console)
         controller = controllers.choose(options, os.environ)
         if controller != controllers.GLOO:
             return _run_elsewhere(controller, options, console)
         if options.dry_run:
-            from horovod.runner.jobs.request import describe_plan
-
             if options.host_discovery_script:
                 raise LaunchError(
                     "--dry-run does not run a discovery script; name hosts with -H", 2
                 )
             request = make_request(options, options.command, os.environ)
             return console.answer(describe_plan(request, options.allocation))
-        env = {**os.environ, **_terminal(console)}
+        env = {**os.environ, **_terminal_env(console)}
         outcome = run_job(options, options.command, env=env, console=console)
         if outcome.problem:
             console.say(outcome.problem, Colour.FAILURE)
@@ -136,7 +134,7 @@ def _open_standard_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
 
 
-def _terminal(console: Console) -> dict[str, str]:
+def _terminal_env(console: Console) -> dict[str, str]:
     return terminal_variables(console.width, os.environ) if console.is_terminal else {}
 
 

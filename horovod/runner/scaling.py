@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from horovod.common.store import MemoryStore, Store
 from horovod.observe.dashboard.reports import parse_report
 from horovod.observe.dashboard.watching import INTERVAL, title_of
+from horovod.observe.reports.amounts import count_of
 from horovod.observe.reports.scaling import (
     Published,
     Report,
@@ -30,7 +31,7 @@ from horovod.observe.reports.scaling import (
     write_csv,
 )
 from horovod.runner.jobs import controllers
-from horovod.runner.jobs.request import make_request
+from horovod.runner.jobs.request import describe_plan, make_request
 from horovod.runner.jobs.run_job import find_command, run_job
 from horovod.runner.output.console import Colour, Console
 from horovod.runner.output.report import Exit, LaunchError, exit_status
@@ -242,16 +243,13 @@ def _check_output(options: argparse.Namespace) -> None:
 
 
 def _describe(controller: str, options: argparse.Namespace, env: Mapping[str, str]) -> str:
-    from horovod.runner.jobs.request import describe_plan
-
     lines = []
     for size in options.scaling:
-        times = f"{options.repeat} time{'' if options.repeat == 1 else 's'}"
         job = _options_for(options, size)
         request = make_request(job, job.command, _environment(env, size, options.strong))
         if controller == controllers.GLOO:
             plan = describe_plan(request)
         else:
             plan = controllers.describe(controllers.make_plan(controller, job, request, dry=True))
-        lines += [f"== {ranks_of(size)}, {times}\n", plan, ""]
+        lines += [f"== {ranks_of(size)}, {count_of(options.repeat, 'time')}\n", plan, ""]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The dashboard of a job: it takes the launcher's events and the ranks' reports, and makes a page.
+"""Run the dashboard of a job: take the launcher's events and the ranks' reports, and make a page.
 
 `horovod.observe.dashboard.watching` makes it. The launcher's threads only append to queues; one
 thread of the dashboard's own holds the board, serves the page and writes the saved file. If
@@ -122,18 +122,15 @@ class Dashboard(JobWatcher):
         self._loop = asyncio.get_running_loop()
         await server.start()
         while not self._closing.is_set():
-            self._refresh(server)
+            self._guarded(self._take_all)
+            server.connections.expire(time.monotonic())
+            server.wake()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _TICK)
         self._guarded(self._take_all)
         self._guarded(self._take_end)
         self._guarded(self._write)
         await server.finish()
-
-    def _refresh(self, server: Server) -> None:
-        self._guarded(self._take_all)
-        server.connections.expire(time.monotonic())
-        server.wake()
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -195,7 +192,7 @@ class Dashboard(JobWatcher):
             log.take_message(event, details, at)
 
     def _forget_reports(self) -> None:
-        """Delete the reports of old generations, which would stay in the store for ever."""
+        """Delete the reports of old generations, which nobody else deletes from the store."""
         current = self._board.generation
         if self._forgotten < current:
             self._forgotten = current

@@ -12,6 +12,7 @@ from typing import Any
 
 from horovod.observe.dashboard.reports import text
 from horovod.observe.dashboard.stragglers import Straggler
+from horovod.observe.reports.amounts import count_of
 from horovod.runner.output.report import format_ranks
 
 _MOST = 400
@@ -107,8 +108,7 @@ class EventLog:
         """Log that the workers of a decision have formed a generation."""
         if number != self._decision or self._trouble is None:
             return
-        size = len(self._workers)
-        count = f"{size} worker{'' if size == 1 else 's'}"
+        count = count_of(len(self._workers), "worker")
         again = "re-formed" if number > 1 else "formed"
         self.add("formed", f"{again} with {count} in {now - self._trouble:.1f} s", now)
         self._trouble = None

@@ -7,8 +7,7 @@ test compares the three.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from horovod.observe.dashboard.board import Board
 from horovod.observe.dashboard.rank import Rank
@@ -18,32 +17,27 @@ from horovod.observe.dashboard.stragglers import REASONS
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-@dataclass
-class _Family:
-    """All samples of one name."""
-
-    name: str
-    kind: str  # "counter" or "gauge"
-    help: str
-    samples: list[tuple[Mapping[str, str], float]] = field(default_factory=list)
-
-    def lines(self) -> Iterator[str]:
-        if self.samples:
-            yield f"# HELP {self.name} {self.help}"
-            yield f"# TYPE {self.name} {self.kind}"
-            for labels, value in self.samples:
-                inside = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels.items())
-                yield f"{self.name}{{{inside}}} {value!r}" if inside else f"{self.name} {value!r}"
+Samples = Sequence[tuple[Mapping[str, str], float]]
+"""The values of one name, each with its labels."""
 
 
 def render(board: Board, now: float | None = None) -> str:
     """Return the text that a scrape gets."""
     now = time.time() if now is None else now
-    families = [*_of_job(board), *_of_ranks(board.ranks.values(), now)]
-    return "\n".join(line for family in families for line in family.lines()) + "\n"
+    return "\n".join([*_of_job(board), *_of_ranks(board.ranks.values(), now)]) + "\n"
 
 
-def _of_job(board: Board) -> Iterator[_Family]:
+def _describe(name: str, kind: str, meaning: str, samples: Samples) -> Iterator[str]:
+    """Yield the lines of all samples of one name; its kind is "counter" or "gauge"."""
+    if samples:
+        yield f"# HELP {name} {meaning}"
+        yield f"# TYPE {name} {kind}"
+    for labels, value in samples:
+        inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+        yield f"{name}{{{inside}}} {value!r}" if inside else f"{name} {value!r}"
+
+
+def _of_job(board: Board) -> Iterator[str]:
     gauges = {
         "ranks": ("Ranks of the job.", len(board.ranks)),
         "generation": ("Generation of an elastic job; 0 in a fixed one.", board.generation),
@@ -51,14 +45,14 @@ def _of_job(board: Board) -> Iterator[_Family]:
         "job_ended": ("1 after the job's end.", int(board.ended is not None)),
     }
     for name, (meaning, value) in gauges.items():
-        yield _Family(f"horovod_{name}", "gauge", meaning, [({}, value)])
-    yield _Family(
+        yield from _describe(f"horovod_{name}", "gauge", meaning, [({}, value)])
+    yield from _describe(
         "horovod_events_total",
         "counter",
         "What happened, by kind.",
         [({"kind": kind}, number) for kind, number in sorted(board.events.totals.items())],
     )
-    yield _Family(
+    yield from _describe(
         "horovod_metric",
         "gauge",
         "The last value that the script logged under a name.",
@@ -66,15 +60,15 @@ def _of_job(board: Board) -> Iterator[_Family]:
     )
 
 
-def _of_ranks(ranks: Iterable[Rank], now: float) -> Iterator[_Family]:
+def _of_ranks(ranks: Iterable[Rank], now: float) -> Iterator[str]:
     ranks = list(ranks)
-    yield _Family(
+    yield from _describe(
         "horovod_rank_up",
         "gauge",
         "1 for a rank that reports.",
         [(_labels(r), int(r.state in ("training", "waiting", "slow"))) for r in ranks],
     )
-    yield _Family(
+    yield from _describe(
         "horovod_rank_straggler",
         "gauge",
         f"1 for a rank that holds the others up; reason is one of {', '.join(REASONS)}.",
@@ -85,17 +79,17 @@ def _of_ranks(ranks: Iterable[Rank], now: float) -> Iterator[_Family]:
         ],
     )
     heard = [rank for rank in ranks if rank.report is not None]
-    yield _Family(
+    yield from _describe(
         "horovod_report_age_seconds",
         "gauge",
         "Seconds since a rank's last report.",
         [(_labels(rank), round(max(now - rank.heard, 0.0), 3)) for rank in heard],
     )
     for key, meaning in COUNTERS.items():
-        yield _Family(f"horovod_{key}_total", "counter", meaning, _samples(heard, key))
+        yield from _describe(f"horovod_{key}_total", "counter", meaning, _samples(heard, key))
     for key, meaning in GAUGES.items():
-        yield _Family(f"horovod_{key}", "gauge", meaning, _samples(heard, key))
-    yield _Family(
+        yield from _describe(f"horovod_{key}", "gauge", meaning, _samples(heard, key))
+    yield from _describe(
         "horovod_bytes_moved_total",
         "counter",
         "Bytes moved, by transport.",
@@ -107,7 +101,7 @@ def _of_ranks(ranks: Iterable[Rank], now: float) -> Iterator[_Family]:
     )
 
 
-def _samples(ranks: Iterable[Rank], key: str) -> list[tuple[Mapping[str, str], float]]:
+def _samples(ranks: Iterable[Rank], key: str) -> Samples:
     found: list[tuple[Mapping[str, str], float]] = []
     for rank in ranks:
         stats = rank.report.stats if rank.report is not None else {}

@@ -1,4 +1,4 @@
-"""The ranks of a job as they are now. `board` holds one `Rank` for each."""
+"""Describe a rank of a job as it is now. `board` holds one `Rank` for each."""
 
 from __future__ import annotations
 

@@ -113,12 +113,10 @@ class RankHistory:
         steps, stats = report.steps, report.stats
         if steps:
             weights = _weights(steps)
-            sums = (
-                sum(weight * step.total for step, weight in zip(steps, weights, strict=True)),
-                sum(weight * step.compute for step, weight in zip(steps, weights, strict=True)),
-                sum(weight * step.wait for step, weight in zip(steps, weights, strict=True)),
-                sum(weight * step.exposed for step, weight in zip(steps, weights, strict=True)),
-            )
+            sums = [
+                sum(w * getattr(step, part) for step, w in zip(steps, weights, strict=True))
+                for part in ("total", "compute", "wait", "exposed")
+            ]
             peak = max(step.total for step in steps)
             self.steps.add(now, sum(weights), sums, peak, version)
         if processor is None:

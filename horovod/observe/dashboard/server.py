@@ -53,9 +53,8 @@ class Server:
         tails: OutputTails,
         token: str,
         listener: socket.socket,
-        connections: Connections | None = None,
     ) -> None:
-        self.connections = connections or Connections()
+        self.connections = Connections()
         self._board = board
         self._tails = tails
         self._token = token

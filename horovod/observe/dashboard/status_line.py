@@ -1,4 +1,4 @@
-"""Say in one line on the terminal how a job goes: ``--progress``, for people without a browser.
+"""Show how a job goes in one line on the terminal: ``--progress``, for people without a browser.
 
 `run_job` makes a `StatusLine`. It gets the same reports of the ranks as the dashboard, makes the
 same picture of them, and so calls the same ranks slow. `output.progress` shows the line.
@@ -16,6 +16,7 @@ from horovod.observe.dashboard.processes import ProcessStates
 from horovod.observe.dashboard.reports import ReportQueue
 from horovod.observe.dashboard.stragglers import SILENT, STOPPED
 from horovod.observe.dashboard.watching import INTERVAL
+from horovod.observe.reports.amounts import count_of
 from horovod.observe.reports.slow_ranks import BACKWARD, COMPUTE, LINK
 from horovod.runner.output.report import format_ranks
 from horovod.runner.output.watcher import JobWatcher
@@ -66,7 +67,7 @@ def describe(picture: Mapping[str, Any]) -> str:
     if not job.get("step"):
         return ""
     alive, size = job["alive"], job["size"]
-    ranks = f"{size} rank{'' if size == 1 else 's'}"
+    ranks = count_of(size, "rank")
     parts = [
         f"step {job['step']}, {job['rate']:.3g} steps/s, "
         + (ranks if alive == size else f"{alive} of {ranks}")

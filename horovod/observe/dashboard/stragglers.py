@@ -80,17 +80,11 @@ class TypicalStep:
         """Return the medians; None if there are too few steps."""
         if len(steps) < FEWEST_STEPS:
             return None
-        computes = tuple(step.compute for step in steps)
-        reduces = tuple(step.reduce for step in steps)
+        parts = ("total", "compute", "backward", "wait", "reduce", "exposed")
         return cls(
-            statistics.median([step.total for step in steps]),
-            statistics.median(computes),
-            statistics.median([step.backward for step in steps]),
-            statistics.median([step.wait for step in steps]),
-            statistics.median(reduces),
-            statistics.median([step.exposed for step in steps]),
-            computes,
-            reduces,
+            **{part: statistics.median(getattr(step, part) for step in steps) for part in parts},
+            computes=tuple(step.compute for step in steps),
+            reduces=tuple(step.reduce for step in steps),
         )
 
 
@@ -139,7 +133,7 @@ def find_stragglers(ranks: Mapping[int, RankView], interval: float) -> dict[int,
     """
     found: dict[int, Straggler] = {}
     for rank, view in ranks.items():
-        finding = _is_not_running(view, interval)
+        finding = _find_idle(view, interval)
         if finding is not None:
             found[rank] = finding
     judged = {
@@ -224,7 +218,7 @@ class _Case:
             self.said = finding
 
 
-def _is_not_running(view: RankView, interval: float) -> Straggler | None:
+def _find_idle(view: RankView, interval: float) -> Straggler | None:
     others = f"; {_others_wait(view)}" if view.waiting else ""
     if view.process_state in ("T", "t"):
         how = "by a debugger" if view.process_state == "t" else "by a signal (state T)"

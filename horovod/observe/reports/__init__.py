@@ -1,4 +1,4 @@
-"""Reports: who is slow and why, what to try first, and how a job scales. Pure functions of records.
+"""Report which ranks are slow and why, what to try first, and how a job scales: pure functions.
 
 - `slow_ranks` says which ranks are slow, and not only by chance;
 - `analysis` splits the steps of a timeline (`splitting`), sets long ones apart (`long_steps`) and

@@ -1,4 +1,4 @@
-"""What to try first, as sentences with the measurements behind them.
+"""Advise what to try first, in sentences that have the measurements behind them.
 
 Used by `text` and `page`. Each piece of advice says what its subject costs in the whole recording,
 and the most expensive comes first. A subject that costs no more than every job loses is left out:

@@ -1,4 +1,4 @@
-"""Times, sizes and numbers as people write them. Used by the modules that write the report."""
+"""Write times, sizes, numbers, lists and tables as people do, for reports and messages."""
 
 from __future__ import annotations
 
@@ -34,14 +34,11 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "0 %"
 
 
-def ranks_named(ranks: Sequence[int], most: int = 6) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
     """Return a text such as "rank 2" or "ranks 2, 3 and 5"; of many ranks, the first few."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    if len(ranks) > most:
-        shown = ", ".join(str(rank) for rank in ranks[: most - 1])
-        return f"ranks {shown} and {len(ranks) - most + 1} more"
-    return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
+    return f"ranks {join_words(list(map(str, ranks)), 5 if len(ranks) > 6 else None)}"
 
 
 def ordinal(number: int) -> str:
@@ -49,3 +46,24 @@ def ordinal(number: int) -> str:
     if number % 100 in (11, 12, 13):
         return f"{number}th"
     return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"
+
+
+def count_of(number: int | None, noun: str) -> str:
+    """Return a number and a noun, such as ``1 worker`` or ``3 workers``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def join_words(words: Sequence[str], most: int | None = None) -> str:
+    """Return ``a, b and c``; of more words than ``most``, the first ones and how many are left."""
+    if most is not None and len(words) > most:
+        return f"{', '.join(words[:most])} and {len(words) - most} more"
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row of a table, with equally wide cells in each column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

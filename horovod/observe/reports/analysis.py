@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and who is late. Pure functions over aligned recordings.
+"""Find where the time of a step goes and which ranks are late: pure functions of recordings.
 
 Every moment of a step of a rank is compute, wait, negotiation or reduction: see `splitting`. A step
 lasts from the end of one exchange of gradients to the end of the next, which is about the same
@@ -133,20 +133,20 @@ def analyse(recordings: Sequence[Recording]) -> Analysis:
     matches = match(recordings)
     bounds, steps_from = find_steps(recordings, matches)
     times = {recording.rank: RankTimes(recording, matches) for recording in recordings}
-    late = _lateness(bounds, matches)
-    arrivals = _arrivals(bounds, matches)
+    by_step = _group_by_step(bounds, matches)
     steps = []
     for number in sorted({n for spans in bounds.values() for n in spans}):
         here = {rank: spans[number] for rank, spans in bounds.items() if number in spans}
         splits = {rank: times[rank].split(span) for rank, span in here.items()}
-        slowest, lateness = _slowest(late.get(number, {}), splits)
+        inside = by_step.get(number, [])
+        slowest, lateness = _slowest(_lateness(inside), splits)
         began = min(span.began for span in here.values())
-        came = arrivals.get(number, {})
+        came = _arrivals(inside, bounds, number)
         steps.append(StepSplit(number, began, splits, slowest, lateness, came))
     usual, long_steps = set_apart(steps)
     hosts = {recording.rank: recording.host for recording in recordings}
     analysis = Analysis(hosts, usual, long_steps, steps_from=steps_from)
-    inside = _inside_steps(analysis, bounds, matches)
+    inside = [each for step in usual for each in by_step.get(step.number, ())]
     analysis.awaited_collectives = find_awaited(inside if usual else matches)
     if usual:
         analysis.collectives_per_step = len(inside) / len(usual)
@@ -191,51 +191,41 @@ def find_steps(
     return found, f"repetitions of {name}" if found else ""
 
 
-def _steps_in_time(bounds: dict[int, dict[int, TimeSpan]]) -> tuple[list[float], list[TimeSpan]]:
-    """Return the steps of the first rank, to which collectives are assigned by time."""
-    if not bounds:
-        return [], []
-    spans = sorted(bounds[min(bounds)].values(), key=lambda span: span.began)
-    return [span.began for span in spans], spans
-
-
-def _step_of(each: Match, begins: Sequence[float], spans: Sequence[TimeSpan]) -> int | None:
-    """Return the number of the step in which a collective was agreed on."""
-    index = bisect_right(begins, each.agreed) - 1
-    if index < 0 or spans[index].ended < each.agreed:
-        return None
-    return spans[index].number
-
-
-def _lateness(
+def _group_by_step(
     bounds: dict[int, dict[int, TimeSpan]], matches: Sequence[Match]
-) -> dict[int, dict[int, float]]:
-    """Return, for each step, the ranks that came last to a collective, and how late at most."""
-    begins, spans = _steps_in_time(bounds)
-    found: dict[int, dict[int, float]] = {}
+) -> dict[int, list[Match]]:
+    """Return the collectives that were agreed on in each step, by the first rank's clock."""
+    if not bounds:
+        return {}
+    spans = sorted(bounds[min(bounds)].values(), key=lambda span: span.began)
+    begins = [span.began for span in spans]
+    found: dict[int, list[Match]] = {}
     for each in matches:
-        number, last = _step_of(each, begins, spans), each.last_rank
-        if number is not None and last is not None:
-            ranks = found.setdefault(number, {})
-            ranks[last] = max(ranks.get(last, 0.0), each.lateness)
+        index = bisect_right(begins, each.agreed) - 1
+        if index >= 0 and each.agreed <= spans[index].ended:
+            found.setdefault(spans[index].number, []).append(each)
     return found
+
+
+def _lateness(inside: Sequence[Match]) -> dict[int, float]:
+    """Return the ranks that came last to a collective of a step, and how late at most."""
+    late: dict[int, float] = {}
+    for each in inside:
+        if each.last_rank is not None:
+            late[each.last_rank] = max(late.get(each.last_rank, 0.0), each.lateness)
+    return late
 
 
 def _arrivals(
-    bounds: dict[int, dict[int, TimeSpan]], matches: Sequence[Match]
-) -> dict[int, dict[int, float]]:
-    """Return, for each step, how long each rank without steps took to submit all of it."""
-    begins, spans = _steps_in_time(bounds)
-    began = {span.number: span.began for span in spans}
-    found: dict[int, dict[int, float]] = {}
-    for each in matches:
-        unknown = each.ready.keys() - bounds.keys()
-        number = _step_of(each, begins, spans) if unknown else None
-        if number is not None:
-            came = found.setdefault(number, {})
-            for rank in unknown:
-                came[rank] = max(came.get(rank, 0.0), each.ready[rank] - began[number])
-    return found
+    inside: Sequence[Match], bounds: dict[int, dict[int, TimeSpan]], number: int
+) -> dict[int, float]:
+    """Return how long each rank without steps took to submit all collectives of a step."""
+    came: dict[int, float] = {}
+    for each in inside:
+        began = bounds[min(bounds)][number].began
+        for rank in each.ready.keys() - bounds.keys():
+            came[rank] = max(came.get(rank, 0.0), each.ready[rank] - began)
+    return came
 
 
 def _slowest(late: dict[int, float], splits: dict[int, Split]) -> tuple[int | None, float]:
@@ -247,15 +237,6 @@ def _slowest(late: dict[int, float], splits: dict[int, Split]) -> tuple[int | No
     if late[rank] < max(LATE_SHARE * duration, LATE_MICROSECONDS):
         return None, late[rank]
     return rank, late[rank]
-
-
-def _inside_steps(
-    analysis: Analysis, bounds: dict[int, dict[int, TimeSpan]], matches: Sequence[Match]
-) -> list[Match]:
-    """Return the collectives of the usual steps."""
-    numbers = {step.number for step in analysis.steps}
-    begins, spans = _steps_in_time(bounds)
-    return [each for each in matches if _step_of(each, begins, spans) in numbers]
 
 
 def _notes(analysis: Analysis, recordings: Sequence[Recording]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A job's collectives: which ranks they waited for, which transport they used, how many there were.
+"""Count a job's collectives, and find for which ranks they waited and which transport they used.
 
 Used by `analysis`.
 """

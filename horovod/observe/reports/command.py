@@ -1,4 +1,4 @@
-"""The command ``python -m horovod.timeline``: merge, report."""
+"""Run the command ``python -m horovod.timeline``, which merges timelines and reports on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts whose ranks outnumber their cores: there ranks take turns.
+"""Find hosts whose ranks outnumber their cores, so that ranks take turns.
 
 The times of single ranks say little on such a host. Used by the live page and by `rank_advice`.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+from horovod.observe.reports.amounts import count_of
 
 _NAMED_HOSTS = 3
 
@@ -52,19 +54,15 @@ def describe_crowded(crowded: Sequence[HostLoad], num_hosts: int) -> str:
     names = [each.host for each in crowded]
     if len(alike) == 1:
         ranks, cores = next(iter(alike))
-        many = f"{ranks} ranks share {_count(cores)}"
+        many = f"{ranks} ranks share {count_of(cores, 'core')}"
         if num_hosts == 1:
             return many
         if len(names) > _NAMED_HOSTS:
             return f"{many} on each of {len(names)} hosts"
         return f"{many} on {', '.join(names)}"
     shown = [
-        f"{each.ranks} ranks share {_count(each.cores)} on {each.host}"
+        f"{each.ranks} ranks share {count_of(each.cores, 'core')} on {each.host}"
         for each in crowded[:_NAMED_HOSTS]
     ]
     more = len(crowded) - len(shown)
     return ", ".join(shown) + (f", and {more} more hosts are alike" if more else "")
-
-
-def _count(cores: int) -> str:
-    return "1 core" if cores == 1 else f"{cores} cores"

@@ -1,4 +1,4 @@
-"""Advice on the exchange of gradients: operations, network, bytes. Used by `advice`."""
+"""Advise on the exchange of gradients: operations, network, bytes. `advice` uses this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a job: the kinds of advice. Used by the modules that give advice."""
+"""Name what can be wrong with a job, for the modules that give advice."""
 
 from __future__ import annotations
 

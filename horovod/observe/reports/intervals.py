@@ -1,4 +1,7 @@
-"""Sets of times, as sorted lists of stretches that do not touch. Used by `splitting`."""
+"""Compute with sets of times, which are sorted lists of stretches that do not touch.
+
+`splitting` uses this.
+"""
 
 from __future__ import annotations
 

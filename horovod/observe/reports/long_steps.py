@@ -1,4 +1,4 @@
-"""Steps that are much longer than the others: how much time they take, how often, who was last.
+"""Describe steps that are much longer than the others: how long, how often, which rank was last.
 
 Examples are an evaluation, a checkpoint, or a log that one rank writes while the others wait. Used
 by `analysis`, which keeps them apart from the usual steps, and by `advice`.

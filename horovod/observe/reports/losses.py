@@ -1,4 +1,4 @@
-"""What a usual step loses, and to which cause. Used by `analysis`.
+"""Compute how much time a usual step loses to which cause. `analysis` uses this.
 
 In synchronous training a step lasts as long as the rank that computes longest, plus the exchange
 that nothing hides. Causes are taken off the computing time one after the other, so that no

@@ -1,4 +1,4 @@
-"""The report as one page for a browser, light and dark: ``horovod.timeline report --html``.
+"""Write the report as one page for a browser: ``horovod.timeline report --html``.
 
 The page needs no script and nothing from another host, so it can be mailed and kept. Names come
 from the files, which anybody may have written, so all of them are escaped.
@@ -11,7 +11,14 @@ from html import escape
 from statistics import fmean, median
 
 from horovod.observe.reports.advice import verdict
-from horovod.observe.reports.amounts import milliseconds, percent, ranks_named, size_of, time_of
+from horovod.observe.reports.amounts import (
+    count_of,
+    milliseconds,
+    percent,
+    ranks_named,
+    size_of,
+    time_of,
+)
 from horovod.observe.reports.analysis import Analysis
 from horovod.observe.reports.faults import Advice
 from horovod.observe.reports.splitting import PARTS
@@ -58,7 +65,7 @@ def _tiles(analysis: Analysis) -> str:
     often = "by more than chance" if slow is None else f"last in {slow.times_last} of {total} steps"
     waits = fmean(analysis.share(rank, "wait") for rank in analysis.ranks)
     tiles = [
-        (str(len(analysis.hosts)), "ranks", f"on {hosts} host{'' if hosts == 1 else 's'}"),
+        (str(len(analysis.hosts)), "ranks", f"on {count_of(hosts, 'host')}"),
         (str(len(analysis.steps)), "steps", analysis.steps_from.removeprefix("steps ")),
         (milliseconds(analysis.overall("duration")), "a step", "mean"),
         (f"{100 * waits:.0f} %", "waiting for others", "mean of the ranks"),
@@ -181,7 +188,7 @@ def _awaited(analysis: Analysis) -> str:
         tensors = ""
         if row.tensors:
             names = escape(", ".join(row.tensors))
-            count = f"{len(row.tensors)} tensor{'' if len(row.tensors) == 1 else 's'}"
+            count = count_of(len(row.tensors), "tensor")
             tensors = f"<details><summary>{count}</summary>{names}</details>"
         last = (
             "" if row.last_rank is None else f"rank {row.last_rank} ({100 * row.last_share:.0f} %)"

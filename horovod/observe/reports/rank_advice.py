@@ -1,4 +1,4 @@
-"""Advice on what single ranks do: who is late, why, and in which steps. Used by `advice`."""
+"""Advise on what single ranks do: which are late, why, and in which steps. `advice` uses this."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from typing import NamedTuple
 
+from horovod.observe.reports.amounts import count_of, ordinal, ranks_named
 from horovod.observe.reports.amounts import milliseconds as _ms
-from horovod.observe.reports.amounts import ordinal, ranks_named
 from horovod.observe.reports.analysis import Analysis
 from horovod.observe.reports.crowding import count_ranks_and_cores
 from horovod.observe.reports.faults import Advice, Fault
@@ -51,12 +51,12 @@ def _advise_on_long_steps(analysis: Analysis) -> Iterator[Advice]:
     usual, longer = analysis.step_time, median(each.step.duration for each in steps)
     number = (
         f"{len(steps)} of {len(analysis.all_steps)} steps, {when}, take {_ms(longer)} (median) "
-        f"instead of {_ms(usual)}. {_who_was_last(analysis)}"
+        f"instead of {_ms(usual)}. {_describe_last_rank(analysis)}"
     )
-    yield Advice(Fault.LONG_STEPS, "long steps", number, _what_is_long(analysis), cost)
+    yield Advice(Fault.LONG_STEPS, "long steps", number, _advise_where_long(analysis), cost)
 
 
-def _who_was_last(analysis: Analysis) -> str:
+def _describe_last_rank(analysis: Analysis) -> str:
     """Return a sentence on who was last in the long steps."""
     where, last = analysis.long_steps.where, analysis.long_steps.last
     if where is Where.EXCHANGE:
@@ -69,7 +69,7 @@ def _who_was_last(analysis: Analysis) -> str:
     return f"Rank {rank}{_on_host(analysis, rank)} is the last in {times} of them"
 
 
-def _what_is_long(analysis: Analysis) -> str:
+def _advise_where_long(analysis: Analysis) -> str:
     """Return what to look for in the long steps."""
     where, last = analysis.long_steps.where, analysis.long_steps.last
     if where is Where.EXCHANGE:
@@ -109,13 +109,13 @@ def _advise_on_slow_ranks(analysis: Analysis, losses: Losses) -> Iterator[Advice
         f"compute{'s' if len(slow.ranks) == 1 else ''} {_ms(slow.excess)} (median) longer than the "
         f"others"
     )
-    action = _where_slow(analysis, slow.ranks)
+    action = _advise_where_slow(analysis, slow.ranks)
     yield Advice(
         Fault.SLOW_RANKS, f"{named} {are} slow", number, action, slow.cost * len(analysis.steps)
     )
 
 
-def _where_slow(analysis: Analysis, ranks: Sequence[int]) -> str:
+def _advise_where_slow(analysis: Analysis, ranks: Sequence[int]) -> str:
     """Return where to look: slow ranks lose time before the first gradient, or in backward."""
     before, backward = (_compare(analysis, ranks, part) for part in ("before_backward", "backward"))
     if before is None or backward is None:
@@ -180,7 +180,7 @@ def _advise_on_cores(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
     )
     if ranks > cores > 0:
         on = f" of {host}" if len(set(analysis.hosts.values())) > 1 else ""
-        number += f"; {ranks} ranks share {cores} core{'' if cores == 1 else 's'}{on}"
+        number += f"; {ranks} ranks share {count_of(cores, 'core')}{on}"
         yield Advice(
             Fault.CORES,
             "cores are oversubscribed",
@@ -190,7 +190,7 @@ def _advise_on_cores(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
         )
         return
     if cores:
-        number += f"; {ranks} rank{'' if ranks == 1 else 's'} may use {cores} cores"
+        number += f"; {count_of(ranks, 'rank')} may use {cores} cores"
     action = (
         "Something else runs on their cores: other programs, loader workers, more threads than "
         "cores (OMP_NUM_THREADS), or a limit of the container. Look with top while training runs; "

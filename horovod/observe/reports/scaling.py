@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from horovod.observe.reports.amounts import count_of
+
 _COLUMNS = (
     "ranks",
     "mode",
@@ -287,7 +289,7 @@ def _doubts(report: Report) -> list[str]:
 
 
 def ranks_of(size: int) -> str:
-    return f"{size} rank{'' if size == 1 else 's'}"
+    return count_of(size, "rank")
 
 
 # -- files -----------------------------------------------------------------------------------------

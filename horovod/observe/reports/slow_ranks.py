@@ -1,4 +1,4 @@
-"""The rules of who is slow and why, for the live page and for reports. Pure functions.
+"""Decide which ranks are slow and why, for the live page and for reports, in pure functions.
 
 In synchronous training all ranks have the same step time, so ranks are compared by how long each
 computes in a step. In every step some rank is the last: that one of two ranks was the last in 41 of

@@ -1,4 +1,4 @@
-"""One rank's time, cut into steps and each step into its parts. Used by `analysis`.
+"""Cut one rank's time into steps, and each step into its parts. `analysis` uses this.
 
 Every moment of a step of a rank is one of four things:
 

@@ -1,4 +1,4 @@
-"""The chart of steps and the list of long steps, two sections of the report's page. See `page`."""
+"""Draw the chart of steps and list the long steps: two sections of the report's `page`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The style sheet that the report's page and the live page share. Both put it into their HTML."""
+"""Read the style sheet that the report's page and the live page put into their HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report as text, for a terminal. ``horovod.timeline report`` prints it."""
+"""Write the report as text for a terminal. ``horovod.timeline report`` prints it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from horovod.observe.reports.advice import verdict
-from horovod.observe.reports.amounts import milliseconds, percent, size_of, time_of
+from horovod.observe.reports.amounts import count_of, milliseconds, percent, size_of, time_of
 from horovod.observe.reports.analysis import Analysis
 from horovod.observe.reports.faults import Advice
 from horovod.observe.reports.splitting import PARTS
@@ -26,8 +26,8 @@ def report(analysis: Analysis, advice: Sequence[Advice]) -> str:
 def _lines(analysis: Analysis, advice: Sequence[Advice]) -> Iterator[str]:
     """Yield the lines of the report."""
     ranks, hosts = len(analysis.hosts), len(set(analysis.hosts.values()))
-    steps = _count(len(analysis.steps), "step")
-    yield f"{_count(ranks, 'rank')} on {_count(hosts, 'host')}, {steps}"
+    steps = count_of(len(analysis.steps), "step")
+    yield f"{count_of(ranks, 'rank')} on {count_of(hosts, 'host')}, {steps}"
     if analysis.steps_from:
         yield f"Steps: {analysis.steps_from}, from the end of one exchange to the end of the next"
     yield from _wrapped(verdict(analysis))
@@ -126,7 +126,7 @@ def _awaited_table(analysis: Analysis) -> Iterator[str]:
     yield "Waited for longest (first to last rank, mean)"
     for row in rows:
         tensors = (
-            f"; {_count(len(row.tensors), 'tensor')}: {shortened(row.tensors)}"
+            f"; {count_of(len(row.tensors), 'tensor')}: {shortened(row.tensors)}"
             if row.tensors
             else ""
         )
@@ -137,11 +137,6 @@ def _awaited_table(analysis: Analysis) -> Iterator[str]:
             "  ",
             " " * 13,
         )
-
-
-def _count(number: int, word: str) -> str:
-    """Return a number with its noun, in the singular or the plural."""
-    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _wrapped(text: str, first: str = "", rest: str = "") -> list[str]:

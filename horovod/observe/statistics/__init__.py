@@ -1,7 +1,7 @@
-"""What a rank counts and times while it runs.
+"""Count and time what a rank does while it runs.
 
-- `counters` has the numbers of one channel, `statistics` the sums, steps and metrics of a process;
-- `device_clock` and `lane_timing` measure what a device does behind the host's back;
+- `counters` has the numbers of one channel, `process` the sums, steps and metrics of a process;
+- `device_clock` and `lane_timing` measure the work of a device, by the device's own clock;
 - `ranges` shows operations to profilers;
 - `stall` notices operations that some ranks never submit;
 - `reporter` sends the numbers to the launcher, with those of the GPU (`gpu_use`).

@@ -1,4 +1,4 @@
-"""How much torch.compile has done on each rank, for errors about ranks that differ.
+"""Describe what torch.compile has done on each rank, for errors about ranks that differ.
 
 A rank whose code was compiled anew may run other collectives than the others, or in another order.
 Nothing is counted here: torch's own counters are read when an error is made.

@@ -1,4 +1,4 @@
-"""The numbers of one channel, and the times of what devices do later than their host.
+"""Count what one channel does, and time what devices do later than their host.
 
 Counting is on in every job, so it is a few additions for each operation, made by the one thread
 that runs it, and without a lock.
@@ -44,44 +44,44 @@ class Counters:
     device_hidden: float = 0.0
 
     def settle(self) -> None:
-        """Count what devices have completed. In threads of the program, one at a time."""
+        """Count what devices have completed. Threads of the program call this, one at a time."""
         while self.timings and self.timings[0].is_over():
             took, hidden = self.timings.popleft().seconds()
             self.device_reduce += took
             self.device_hidden += hidden
 
     def count(self, nbytes: int, media: tuple[str, ...], reduces: bool, on_wire: int) -> None:
-        """Bytes of an operation, and what is left of them on a network."""
+        """Count the bytes of an operation; ``on_wire`` is what is left of them on a network."""
         if reduces:
             self.bytes_reduced += nbytes
         for medium in media:
             self.bytes_moved[medium] += on_wire if medium == NETWORK else nbytes
 
     def count_on_device(self, nbytes: int, on_wire: int) -> None:
-        """Bytes that a device's library has reduced, and how many of them it moved."""
+        """Count the bytes that a device's library has reduced, and those of them that it moved."""
         self.bytes_reduced += nbytes
         self.bytes_moved[DEVICE] += on_wire
 
     def save(self, nbytes: int) -> None:
-        """Compression has kept so many of the bytes off the network, if there is one."""
+        """Subtract bytes that compression has kept off the network, if there is a network."""
         if NETWORK in self.media:
             self.bytes_moved[NETWORK] -= nbytes
 
     def in_background(self) -> float:
-        """Seconds of rounds in the background so far."""
+        """Return the seconds of all rounds in the background so far."""
         since = self.background_since
         return self.background + (time.monotonic() - since if since else 0.0)
 
     def hidden(self) -> float:
-        """Seconds of waiting and reducing during which no thread of the program waited."""
+        """Return the seconds of waiting and reducing while no thread of the program waited."""
         return max(0.0, min(self.in_background() - self.awaited, self.wait + self.reduce))
 
 
 class Timing(Protocol):
-    """The times of work that a device does later than it was given it."""
+    """The times of work that a device does some time after it got the work."""
 
     def is_over(self) -> bool:
-        """Whether the device has done all of it."""
+        """Return whether the device has done all of it."""
 
     def seconds(self) -> tuple[float, float]:
         """Return how long it took, and how much of that was hidden behind computing."""
@@ -91,7 +91,7 @@ class Timing(Protocol):
 
 
 class DeviceTiming:
-    """Marks of a device around work. `ask` is where the program's own work needs the result."""
+    """Times the work of a device, from its beginning to `end`."""
 
     __slots__ = ("_asked", "_device", "_ended", "_started")
 
@@ -102,12 +102,12 @@ class DeviceTiming:
         self._asked: Mark | None = None
 
     def end(self, stream: Any = None) -> Any:
-        """The work ends here. Returns an event that others may wait for."""
+        """Mark the end of the work, and return an event that others may wait for."""
         self._ended = Mark(self._device, stream)
         return self._ended.event
 
     def ask(self) -> None:
-        """The program needs the result from here on."""
+        """Mark the moment from which on the program needs the result."""
         if self._asked is None:
             self._asked = Mark(self._device)
 

@@ -1,4 +1,4 @@
-"""Moments in the work of a device, which runs behind the host that gives it the work.
+"""Mark moments in the work of a device, which runs behind the host that gives it the work.
 
 Used for statistics, autotuning and the timeline. The CPU is a device as well here, whose moments
 pass as soon as they are marked.
@@ -33,11 +33,11 @@ class Mark:
         return self._event
 
     def has_passed(self) -> bool:
-        """Whether the device has got there."""
+        """Return whether the device has reached this moment."""
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Let the host wait until the device has got there."""
+        """Let the host wait until the device has reached this moment."""
         if self._event is not None:
             self._event.synchronize()
 

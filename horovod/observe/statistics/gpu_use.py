@@ -1,4 +1,4 @@
-"""How busy this rank's GPU is and how much memory it has, as NVIDIA's library (NVML) tells.
+"""Ask NVIDIA's library (NVML) how busy this rank's GPU is, and how much memory it has.
 
 The reporter asks, from its own thread, before each report. The Python package for NVML is
 optional (`pip install nvidia-ml-py`). Without it, or without an NVIDIA GPU, nothing is reported

@@ -1,4 +1,4 @@
-"""Checks of what scripts pass to `hvd.stats.log()`. Used by `statistics`."""
+"""Check what scripts pass to `hvd.stats.log()`. `process` uses this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An operation and a channel of the engine, as observers see them.
+"""Declare what observers see of an operation and of a channel of the engine.
 
 The engine's own classes fit these protocols, so that observers need not import the engine.
 """
@@ -16,7 +16,7 @@ from horovod.transport.base import Group
 
 
 class PendingOperation(Protocol):
-    """What has been submitted and has not run."""
+    """An operation that was submitted and has not run."""
 
     name: str
     submitted: float  # by `time.monotonic`
@@ -55,7 +55,7 @@ class ObservedChannel(Protocol):
         """Return what has been submitted and has not run, oldest first."""
 
     def abort(self, error: HorovodInternalError) -> None:
-        """Fail everything here, and everything that other ranks do together with us."""
+        """Fail all operations of this channel, on this rank and on the others."""
 
 
 def size_of(operation: Operation) -> int:

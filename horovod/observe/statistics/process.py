@@ -1,4 +1,4 @@
-"""The numbers behind `hvd.stats()`: what this process has done, counted all the time.
+"""Count what this process does, all the time: the numbers behind `hvd.stats()`.
 
 Channels count what they do in `Counters`, optimizers tell `Statistics` about steps, scripts about
 their metrics; `hvd.stats()` and the reporter (`horovod.observe.statistics.reporter`) read.
@@ -63,7 +63,7 @@ class Statistics:
         self.gpu_uuid = ""  # as NVIDIA's tools write it; empty: no GPU, or not known
         self._sampled = 0.0
         self._recent: deque[Step] = deque(maxlen=KEPT_STEPS)
-        self._in_steps = [0.0, 0.0, 0.0]  # seconds of waiting, reducing, and hidden ones of these
+        self._in_steps = [0.0, 0.0, 0.0]  # seconds of waiting, of reducing, and of hidden work
         self._last = Totals()  # at the end of the last step
         self._last_end = 0.0  # when that was; 0: nothing is known of the step that goes on
         self._backward = 0.0  # seconds of the step that goes on
@@ -76,7 +76,7 @@ class Statistics:
     # -- channels --------------------------------------------------------------------------
 
     def open(self, media: tuple[str, ...]) -> Counters | None:
-        """The counters of a new channel; None while nothing is counted."""
+        """Return counters for a new channel; None while nothing is counted."""
         if not self.enabled:
             return None
         counters = Counters(media)
@@ -85,14 +85,14 @@ class Statistics:
         return counters
 
     def close(self, counters: Counters | None) -> None:
-        """The channel is closed; what it has done stays in the totals."""
+        """Remove the counters of a closed channel; what it has done stays in the totals."""
         with self._lock:
             if counters in self._counters:
                 self._counters.remove(counters)
                 self._past = self._past.plus(Totals.of(counters))
 
     def totals(self) -> Totals:
-        """The sum over all channels."""
+        """Return the sum over all channels."""
         with self._lock:
             return self._sum()
 
@@ -105,13 +105,16 @@ class Statistics:
     # -- steps -----------------------------------------------------------------------------
 
     def reform(self) -> None:
-        """The next step begins among other ranks: what was before it does not belong to it."""
+        """Forget the step that goes on: the next one begins among other ranks."""
         self._last_end = self._backward = 0.0
 
     def add_backward(self, seconds: float, buckets: int, on_device: Timing | None = None) -> None:
-        """Gradients came for so many seconds until now; they are reduced in so many buckets.
+        """Count a backward pass that ends now.
 
-        A device computes them later, and takes the time `on_device`.
+        Args:
+            seconds: The seconds since its first gradient.
+            buckets: The number of buckets in which its gradients are reduced.
+            on_device: The times of the pass, if a device computes it later.
         """
         if self.enabled:
             if on_device is None:
@@ -125,7 +128,7 @@ class Statistics:
                 self._last_end = time.monotonic() - seconds
 
     def end_step(self, buckets: int = 0) -> None:
-        """An optimizer has made a step. The seam for all bindings; any thread may call."""
+        """Count a step of an optimizer. All bindings call this, from any thread."""
         if not self.enabled:
             return
         now = time.monotonic()
@@ -162,18 +165,18 @@ class Statistics:
             self.sample_devices()
 
     def recent(self) -> list[Step]:
-        """The last steps, oldest first."""
+        """Return the last steps, oldest first."""
         return list(self._recent.copy())
 
     def steps_per_second(self) -> float:
-        """Over the last steps."""
+        """Return the number of steps per second, over the last steps."""
         recent = self.recent()[-_RATE_STEPS - 1 :]
         if len(recent) < 2 or recent[-1].end <= recent[0].end:
             return 0.0
         return (len(recent) - 1) / (recent[-1].end - recent[0].end)
 
     def summary(self) -> str:
-        """One line for the end of a job."""
+        """Return one line for the end of a job."""
         totals = self.totals()
         seconds, parts = max(time.monotonic() - self.began, 1e-9), list(totals[:3])
         what = f"{totals.operations} operations in {seconds:.1f} s"
@@ -189,9 +192,9 @@ class Statistics:
     # -- memory ----------------------------------------------------------------------------
 
     def sample_devices(self) -> None:
-        """Look at what GPUs have done, and at their memory.
+        """Count what GPUs have done, and read how much of their memory is in use.
 
-        In threads of the program only: it calls torch.
+        Only threads of the program may call this, because it calls torch.
         """
         self._sampled = time.monotonic()
         with self._lock:
@@ -206,7 +209,7 @@ class Statistics:
     # -- metrics ---------------------------------------------------------------------------
 
     def log(self, values: Mapping[str, Any], step: Any) -> None:
-        """Keep a script's own numbers for the next report; ValueError before any is kept."""
+        """Keep a script's own numbers for the next report; raise ValueError before any is kept."""
         checked = {check_name(name): check_number(name, value) for name, value in values.items()}
         at = self.steps if step is None else check_step(step)
         with self._lock:
@@ -220,7 +223,7 @@ class Statistics:
                 self.metrics.setdefault(name, deque(maxlen=MOST_VALUES)).append((at, value))
 
     def take_metrics(self) -> dict[str, list[tuple[int, float]]]:
-        """What was logged since the last call."""
+        """Return what was logged since the last call."""
         with self._lock:
             taken = {name: list(values) for name, values in self.metrics.items() if values}
             for name in taken:
@@ -229,7 +232,7 @@ class Statistics:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM."""
+    """Return how many bytes of this process are in RAM."""
     try:
         pages = int(Path("/proc/self/statm").read_bytes().split()[1])
     except (OSError, ValueError, IndexError):  # not Linux: the most that it has been

@@ -1,4 +1,4 @@
-"""Collective operations in profilers, and in the log.
+"""Show collective operations to profilers, and in the log.
 
 A channel puts every batch that it runs into a range: of torch.profiler (``record_function``) where
 one records this thread, and of NVTX where a tool such as Nsight listens. Ranges are named as
@@ -35,7 +35,7 @@ _GROUPED = ("allreduce", "allgather", "reducescatter")
 
 
 class Ranges:
-    """Who looks at the operations of a channel."""
+    """Shows the operations of a channel to profilers and to the log, if anybody looks."""
 
     def __init__(self, config: Config) -> None:
         listens = _INJECTED in os.environ and not config.disable_nvtx_ranges
@@ -72,14 +72,14 @@ class Ranges:
 
 
 def waiting(request: Operation) -> Any:
-    """A context for a thread that waits until `request` has run."""
+    """Return a context for a thread that waits until `request` has run."""
     if not profiler_records():
         return nullcontext()
     return record_function(f"HorovodWait: {_label(request)}, {size_of(request)} bytes")
 
 
 def describe(requests: Sequence[Operation], nbytes: int) -> str:
-    """The range of requests that run together."""
+    """Return the name of the range of requests that run together."""
     first = requests[0]
     grouped = "Grouped" if len(first.tensors) > 1 and first.kind.value in _GROUPED else ""
     kind = "".join(word.capitalize() for word in first.kind.value.split("_"))

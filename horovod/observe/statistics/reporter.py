@@ -1,12 +1,12 @@
-"""Telling the launcher how this rank is doing: its numbers, in the job's store, now and then.
+"""Report this rank's numbers to the launcher, through the job's store.
 
 With HOROVOD_STATS_INTERVAL the engine starts a `Reporter`. Its thread writes one JSON text under
 ``stats/<generation>/<rank>`` at that interval and once more at the end; the launcher's dashboard
 and scaling study read them. docs/stats.md describes the text. The thread calls nothing of torch,
-and whatever becomes of the store, training goes on.
+and training goes on even if the store is lost.
 
-A rank that has waited for a second says for what, and for whom: those that wait leave their names
-in the store, and whose is not there is awaited.
+A rank that has waited for a second reports for what, and for which ranks: each waiting rank writes
+its name into the store, and the ranks without a name there are those that it waits for.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LONGEST_TEXT = 300  # characters of a tensor's name, or of a path
 
 
 def report_key(generation: int, rank: int) -> str:
-    """Where the report of a rank is in the launcher's store."""
+    """Return the key of a rank's report in the launcher's store."""
     return f"stats/{generation}/{rank}"
 
 
@@ -112,7 +112,7 @@ class Reporter:
                 return
 
     def _try(self, act: Callable[[], None]) -> bool:
-        """Whether it worked. The first time that it does not is told, at level debug."""
+        """Return whether an action worked. Only the first failure is logged, at level debug."""
         try:
             act()
             return True
@@ -166,7 +166,7 @@ class Reporter:
         }
 
     def _connected(self) -> Store:
-        """The launcher's store, or the one that rank 0 serves where no launcher does."""
+        """Return the launcher's store, or the one that rank 0 serves if there is no launcher."""
         if self._store is None:
             if os.environ.get(STORE_ADDRESS) and os.environ.get(SECRET_KEY):
                 self._store = launchers_store(os.environ).connect(_CONNECT_SECONDS)
@@ -182,7 +182,7 @@ class Reporter:
 
 
 class WaitingNotes:
-    """What this rank waits for, and who else does. Used by the reporter's thread alone."""
+    """Finds out for which ranks this one waits. Only the reporter's thread uses it."""
 
     def __init__(self, job: ReportedJob) -> None:
         self._job = job
@@ -190,7 +190,7 @@ class WaitingNotes:
         self._compared: set[str] = set()  # notes that others have had the time to answer
 
     def look(self, store: Store) -> None:
-        """Leave a note about what is waited for, and take those back that are answered."""
+        """Write a note about what this rank waits for, and delete notes about what has run."""
         wanted: dict[int, str] = {}
         for channel in list(self._job.channels.values()):
             oldest = _oldest(channel, _LOOK_SECONDS)
@@ -209,7 +209,7 @@ class WaitingNotes:
                 self._posted[set_id] = key
 
     def waiting(self, store: Store) -> dict[str, Any] | None:
-        """What has been waited for longest, in the form of a report."""
+        """Return the operation that this rank has waited for longest, as a report has it."""
         found = [
             (oldest.submitted, channel, oldest)
             for channel in list(self._job.channels.values())
@@ -240,7 +240,7 @@ class WaitingNotes:
 
 
 def _oldest(channel: ObservedChannel, seconds: float) -> PendingOperation | None:
-    """What was submitted first, if that was so long ago."""
+    """Return the oldest pending operation, if it has waited for this many seconds."""
     pending = channel.pending()
     if pending and time.monotonic() - pending[0].submitted > seconds:
         return pending[0]
@@ -248,7 +248,7 @@ def _oldest(channel: ObservedChannel, seconds: float) -> PendingOperation | None
 
 
 def chosen_steps(steps: list[Step]) -> list[Step]:
-    """The steps that a report tells of: the last ones, and the longest of all."""
+    """Return the steps for a report: the last ones, and the longest of all."""
     last = steps[-MOST_STEPS:]
     longest = max(steps, key=lambda step: step.seconds, default=None)
     if longest is not None and longest.number < last[0].number:
@@ -257,5 +257,5 @@ def chosen_steps(steps: list[Step]) -> list[Step]:
 
 
 def finite(value: Any) -> Any:
-    """What JSON can tell of a number: null for NaN and infinity."""
+    """Return a value that JSON can express: None in place of NaN and infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Noticing requests that some ranks wait for and others never submitted.
+"""Notice requests that some ranks wait for and others never submitted.
 
 One thread per process looks at the channels now and then (a quarter of the warning time), so an
 idle process costs nothing and transports know nothing of stalls. A rank that has waited too long
@@ -82,15 +82,15 @@ class StallInspector:
             "run": channel.num_run,
         }
         fatal = 0 < self._shut_down_after < waited
-        speak = fatal or now - self._reported.get(channel.set_id, 0.0) >= self._warn_after
+        is_due = fatal or now - self._reported.get(channel.set_id, 0.0) >= self._warn_after
 
         def exchange() -> Reports:
             store.set(key, json.dumps(report).encode())
-            return _reports(channel.group, report, fatal) if speak else {}
+            return _reports(channel.group, report, fatal) if is_due else {}
 
         self._posted.add(channel.set_id)
         reports = self._ask(exchange)
-        if not speak:
+        if not is_due:
             return
         self._reported[channel.set_id] = now
         text = describe(channel, reports or {channel.group.rank: report}, waited)
@@ -108,7 +108,7 @@ class StallInspector:
             logger.warning("%s%s", text, "" if self._shut_down_after else f"\n{_ADVICE}")
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """The store's answer; None when it has none in time, or still owes an earlier one."""
+        """Return the store's answer; None if it is late, or if an earlier answer is still due."""
         if self._asking is not None and self._asking.is_alive():
             return None
         answers: list[T] = []
@@ -129,10 +129,10 @@ class StallInspector:
 
 
 def _reports(group: Group, mine: dict[str, Any], fatal: bool) -> Reports:
-    """What waiting ranks have posted, in few requests however many they are.
+    """Return what waiting ranks have posted, in few requests however many they are.
 
-    As a warning it is for the lowest of them, which speaks; the others get to know who that is.
-    When it ends the job all need it: the first collects it for all.
+    Only the lowest of them gives a warning, so the others just learn which rank that is. If the job
+    is to end, all of them need the reports, and the first to ask collects them for all.
     """
     store = group.store
     if fatal and store.add("stalled/ranks", 1) > 1:
@@ -177,7 +177,7 @@ def find_behind(reports: Reports) -> set[int]:
 
 
 def describe(channel: ObservedChannel, reports: Reports, waited: float) -> str:
-    """Who waits for what since when and where, and who is missing."""
+    """Describe which ranks wait, for what, how long and in which line, and which are missing."""
     group = channel.group
     missing = find_missing(group.size, reports)
     lines = [

@@ -1,4 +1,4 @@
-"""Timelines: recording one on each rank, reading the files, and merging them.
+"""Record a timeline on each rank, read the files, and merge them.
 
 - `recorder` writes a rank's file, `format` has the names that writing and reading share;
 - `files` reads a rank's file, `recording` makes collectives, waits and steps of its events;

@@ -1,4 +1,4 @@
-"""One clock for all ranks. Used by `merging` and `analysis`.
+"""Put the recordings of all ranks on one clock. `merging` and `analysis` use this.
 
 Ranks of one host share its monotonic clock, whose value at the start is in each file, so their
 times differ by that start alone. Clocks of different hosts are compared by what the ranks did. The

@@ -1,6 +1,6 @@
-"""Reading the file of one rank, even of a rank that was killed or of an earlier version.
+"""Read the file of one rank, even of a rank that was killed or of an earlier version.
 
-Used by `recording`, which interprets the events.
+`recording` uses this, and interprets the events.
 """
 
 from __future__ import annotations

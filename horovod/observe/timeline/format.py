@@ -1,4 +1,4 @@
-"""Names in a rank's file that its recorder and its readers have in common."""
+"""Define the names in a rank's file that its recorder and its readers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding one collective in the files of all ranks. Used by `clocks`, `merging`, `analysis`."""
+"""Find one collective in the files of all ranks, for `clocks`, `merging` and `analysis`."""
 
 from __future__ import annotations
 

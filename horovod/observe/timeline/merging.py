@@ -1,4 +1,4 @@
-"""One trace of all ranks, for Perfetto and chrome://tracing: ``horovod.timeline merge``.
+"""Write one trace of all ranks, for Perfetto and chrome://tracing: ``horovod.timeline merge``.
 
 Hosts are processes and ranks are threads. The first row of a rank is its program: steps, backward,
 waits. Below are its collectives, each with the time until the ranks agreed and the operation

@@ -1,4 +1,4 @@
-"""The timeline: what every tensor did and when, as a trace that Chrome and Perfetto open.
+"""Record what happened to every tensor and when, as a trace that Chrome and Perfetto open.
 
 The engine owns at most one `Timeline` and calls it around negotiation, execution and the
 activities within, bindings around their steps. Every rank writes its own file;
@@ -7,7 +7,7 @@ activities within, bindings around their steps. Every rank writes its own file;
 A file is one JSON array with one event per line, in upstream's event shapes: first a metadata
 record with the start time, then every tensor as a "process" whose rows hold nested begin ("B")
 and end ("E") events. It is complete after each event, so a killed rank leaves a loadable file.
-What upstream has not is in arguments of these events and in rows of their own:
+Upstream has none of the following, which is in arguments of these events or in rows of its own:
 
 - the first record also tells rank, size, host, the host's monotonic clock at the start, the cores
   on which the rank may run, and the fusion threshold;
@@ -57,7 +57,17 @@ class Timeline:
         members: Mapping[str, Sequence[str]] | None = None,
         fusion_threshold: int | None = None,
     ) -> None:
-        """`members` has the names of the tensors of a row that stands for several."""
+        """Open the file.
+
+        Args:
+            path: The file of rank 0; see `path_of_rank`.
+            rank: This rank.
+            mark_cycles: Whether rounds of the engine are recorded.
+            size: The number of ranks.
+            host: The name of this host.
+            members: The names of the tensors that a row stands for, if these are several.
+            fusion_threshold: The fusion threshold in bytes.
+        """
         self.path = path_of_rank(path, rank)
         self.mark_cycles = mark_cycles
         self._members = {} if members is None else members
@@ -87,11 +97,11 @@ class Timeline:
     # -- what happens to a tensor ------------------------------------------------------------
 
     def negotiate_start(self, name: str, kind: str) -> None:
-        """The tensor was submitted here; agreement with the other ranks begins."""
+        """Record that the tensor was submitted here: agreement with other ranks begins."""
         self._begin(name, f"NEGOTIATE_{kind.upper()}")
 
     def rank_ready(self, name: str, rank: int, at: float, number: int) -> None:
-        """That rank submitted the tensor, at a time that was found out since.
+        """Record when a rank had submitted the tensor, which is found out later.
 
         `number` is that of `negotiate_end`, for by then the name may be in use again.
         """
@@ -101,22 +111,22 @@ class Timeline:
     def negotiate_end(
         self, name: str, at: float | None = None, set_id: int = 0, number: int | None = None
     ) -> None:
-        """All ranks agreed. `number` counts the process set's collectives, alike on all ranks."""
+        """Record the agreement; `number` counts the set's collectives, alike on all ranks."""
         body = '"ph": "E"'
         if number is not None:
             body += f', "args": {{"set": {set_id}, "number": {number}}}'
         self._event(name, body, at)
 
     def start(self, name: str, kind: str, at: float | None = None) -> None:
-        """The collective itself begins."""
+        """Record that the collective itself begins."""
         self._begin(name, kind.upper(), at)
 
     def activity(self, name: str, activity: str) -> Activity:
-        """A phase of the collective, as a context manager."""
+        """Return a context manager that records a phase of the collective."""
         return Activity(self, name, activity)
 
     def end(self, name: str, tensors: Sequence[torch.Tensor] = ()) -> None:
-        """What began last is over. `tensors` describe the result of a collective."""
+        """Record the end of what began last; `tensors` are the result of a collective."""
         about: dict[str, object] = {}
         if tensors:
             kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
@@ -132,7 +142,7 @@ class Timeline:
     # -- what the program does ---------------------------------------------------------------
 
     def waited(self, name: str, began: float, ended: float | None = None) -> None:
-        """A thread, or a device, waited for this request's result, until now if not told."""
+        """Record that a thread or a device waited for a result, by default until now."""
         ended = time.perf_counter() if ended is None else ended
         self._span(WAITING, WAIT, began, ended, f'{{"for": {quoted(name)}}}')
 
@@ -145,9 +155,9 @@ class Timeline:
         began: float,
         ended: float,
     ) -> None:
-        """A device has reduced a bucket that it was given without asking other ranks first.
+        """Record a bucket that a device has reduced, without an agreement before.
 
-        `ready`: when its gradients were there.
+        `ready` is the time at which its gradients were there.
         """
         about = {"dtype": str(dtype).removeprefix("torch."), "bytes": nbytes}
         if name in self._members:
@@ -167,10 +177,14 @@ class Timeline:
         backward: tuple[float, float],
         ended: float | None = None,
     ) -> None:
-        """An optimizer has all gradients of a step that began when it had those of the last.
+        """Record a step: from the last gradient of the step before to its own last gradient.
 
-        `backward`: when its first gradient was there, and when it began to wait for the others.
-        `ended`: when it had them all, if not now.
+        Args:
+            row: The name of the optimizer.
+            number: The number of the step.
+            began: The time at which the step before it ended.
+            backward: The time of its first gradient, and that at which the program began to wait.
+            ended: The time of its last gradient; by default now.
         """
         about = f'"step": {number}'
         if ended is None:  # else a device's step, about which the thread's times say nothing
@@ -181,7 +195,7 @@ class Timeline:
             self._span(row, BACKWARD, *backward, f'{{"step": {number}}}')
 
     def _thread_times(self, row: str) -> str:
-        """What the kernel tells of this thread since the row's last step, as arguments."""
+        """Return, as arguments, what the kernel has counted for this thread since the last step."""
         now, thread = thread_times(), threading.get_native_id()
         last = self._times.pop(row, None)
         if now is None:
@@ -193,13 +207,13 @@ class Timeline:
         return f', "ran": {round(ran * 1e6)}, "starved": {round(starved * 1e6)}'
 
     def _span(self, row: str, what: str, began: float, ended: float, about: str) -> None:
-        """What lasted from `began` to `ended`, as far as it was recorded."""
+        """Record a stretch of time, from the start of the recording at the earliest."""
         began = max(began, self._started / 1e9)
         duration = max(0, round((ended - began) * 1e6))
         self._event(row, f'"ph": "X", "name": "{what}", "dur": {duration}, "args": {about}', began)
 
     def mark_cycle(self) -> None:
-        """A round of the engine begins. Recorded only when cycles were asked for."""
+        """Record the beginning of a round of the engine, if the user asked for these."""
         if not self.mark_cycles:
             return
         with self._lock:
@@ -217,7 +231,7 @@ class Timeline:
         self._event(name, f'"ph": "B", "name": {quoted(what)}', at)
 
     def _event(self, name: str, body: str, at: float | None = None) -> None:
-        """`at`: when it happened, by `time.perf_counter`, if not now."""
+        """Write an event that happened at a time by `time.perf_counter`, by default now."""
         with self._lock:
             if self._descriptor is None:
                 return
@@ -303,7 +317,7 @@ class Activity:
 
 
 def path_of_rank(path: str, rank: int) -> str:
-    """Rank 0 writes `path` itself, as upstream does; rank 3 of run.json writes run.rank3.json."""
+    """Return the file of a rank: `path` itself for rank 0, as upstream, else run.rank3.json."""
     if rank == 0:
         return path
     stem, suffix = os.path.splitext(path)
@@ -315,7 +329,7 @@ def metadata(what: str, pid: int, **arguments: object) -> str:
 
 
 def shortened(names: Sequence[str], most: int = 3) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

@@ -1,4 +1,4 @@
-"""What one rank recorded: its events interpreted as collectives, waits and steps.
+"""Interpret the events that one rank recorded as collectives, waits and steps.
 
 All modules that read files use it. Times are microseconds on the rank's own clock until `clocks`
 has put them on one clock for the job.
@@ -10,11 +10,12 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from horovod.observe.timeline.files import Event, load
 from horovod.observe.timeline.format import BACKWARD, DEVICES, NEGOTIATE, START_TIME, STEP, WAIT
 
+Otherwise = TypeVar("Otherwise", int, None)
 Key = tuple[int, int, str]  # process set, number in it, name: one collective on all its ranks
 
 
@@ -139,11 +140,11 @@ def interpret(events: Sequence[Event], path: str = "", position: int = 0) -> Rec
         rank=rank,
         host=str(about.get("host") or f"host of rank {rank}"),
         started=_number(about[START_TIME], 0),
-        clock=_number(about["clock"], 0) if "clock" in about else None,
-        size=_number(about["size"], 0) if "size" in about else None,
+        clock=_number(about.get("clock"), None),
+        size=_number(about.get("size"), None),
         version=_number(about.get("version"), 1),
         cores=_cores(about.get("cores")),
-        fusion_threshold=_maybe_number(about.get("fusion_threshold")),
+        fusion_threshold=_number(about.get("fusion_threshold"), None),
     )
     rows = _rows(events, recording)
     reader = _Reader(recording)
@@ -239,7 +240,7 @@ class _Reader:
         elif name in (STEP, BACKWARD):
             spans = self.recording.steps if name == STEP else self.recording.backwards
             number = _number(about.get("step"), 0)
-            ran, starved = (_maybe_number(about.get(key)) for key in ("ran", "starved"))
+            ran, starved = (_number(about.get(key), None) for key in ("ran", "starved"))
             span = TimeSpan(time, time + duration, number, ran=ran, starved=starved)
             spans.setdefault(row, []).append(span)
         elif name.isdigit():
@@ -282,14 +283,9 @@ def _is_timed(event: Event) -> bool:
     return isinstance(stamp, (int, float)) and not isinstance(stamp, bool)
 
 
-def _number(value: Any, otherwise: int) -> int:
-    """Return a number, or `otherwise` if the value is none."""
+def _number(value: Any, otherwise: Otherwise) -> int | Otherwise:
+    """Return a whole number; `otherwise` if the value is no number."""
     return int(value) if isinstance(value, (int, float)) else otherwise
-
-
-def _maybe_number(value: Any) -> int | None:
-    """Return a number, or None if the value is none."""
-    return int(value) if isinstance(value, (int, float)) else None
 
 
 def _cores(value: Any) -> frozenset[int]:

@@ -1,7 +1,7 @@
-"""How long a thread had a core, and how long it wanted one and got none, as Linux counts it.
+"""Ask Linux how long a thread had a core, and how long it wanted one and got none.
 
-Used by `recorder`, which writes both down for each step: a step that is long because its core was
-taken looks like one that computes more, unless somebody asks the kernel.
+`recorder` writes both down for each step: a step that is long because its core was taken looks like
+one that computes more, unless somebody asks the kernel.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ New code never imports from this folder.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Sequence
@@ -43,17 +44,20 @@ class OldModules:
         module.__doc__ = "Names of Horovod 0.28.1; see docs/old_names.md."
         if old is None:  # a package, which has nothing of its own
             return
-        source = importlib.import_module(old.source)
-
-        def forward(name: str) -> Any:
-            return getattr(source, name)
-
+        find = functools.partial(find_old_name, old.source)
         for name in old.names:
-            setattr(module, name, getattr(source, name))
-        vars(module)["__getattr__"] = forward  # for names that are made when they are asked for
+            setattr(module, name, find(name))
+        vars(module)["__getattr__"] = find  # for names that are made when they are asked for
 
     def get_code(self, name: str) -> None:
         """Tell ``python -m`` that there is nothing to run."""
+
+
+def find_old_name(source: str, name: str) -> Any:
+    """Return what a name of Horovod 0.28.1 stands for, from the module that has it now."""
+    from horovod.runner._upstream.table import REFUSED, refuse
+
+    return refuse(name) if name in REFUSED else getattr(importlib.import_module(source), name)
 
 
 def install() -> None:

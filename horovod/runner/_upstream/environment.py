@@ -27,7 +27,6 @@ import psutil
 from horovod.common.host import host_hash as host_hash
 from horovod.common.joining.addresses import resolve
 from horovod.common.wire import new_key as make_secret_key
-from horovod.runner._upstream.table import REFUSED, refuse
 from horovod.runner.elastic.discovery import HostUpdateResult
 from horovod.runner.elastic.termination import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.slots.allocation import read_lsf
@@ -169,12 +168,6 @@ FAILURE = "FAILURE"
 
 GET_RANK_AND_SIZE = "rank_and_size"
 PUT_WORKER_ADDRESSES = "worker_addresses"
-
-
-def __getattr__(name: str) -> Any:
-    if name in REFUSED:
-        return refuse(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass

@@ -24,23 +24,16 @@ from horovod.runner._upstream.settings import (
     as_elastic_arguments,
     options_of,
 )
-from horovod.runner._upstream.table import REFUSED, refuse
 from horovod.runner.check_build import check_build as build_report
 from horovod.runner.functions.function_call import with_known_sentence
 from horovod.runner.jobs import controllers
 from horovod.runner.jobs.mpi_launch import Mpi, find_mpi
 from horovod.runner.jobs.request import make_request
 from horovod.runner.jobs.run_job import run_job
-from horovod.runner.options.arguments import make_options
+from horovod.runner.options.arguments import as_words, make_options
 from horovod.runner.options.tunables import TUNABLES
 from horovod.runner.output.report import LaunchError, Outcome
 from horovod.runner.slots.worker_env import interface_variables
-
-
-def __getattr__(name: str) -> Any:
-    if name in REFUSED:
-        return refuse(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def create_slot_env_vars(slot_info: SlotInfo) -> dict[str, str]:
@@ -209,9 +202,9 @@ _SWITCHES = {
     "disable_cache": "--disable-cache",
     "tcp_flag": "--tcp",
     "prefix_output_with_timestamp": "--prefix-output-with-timestamp",
+    "check_build": "--check-build",
 }
 _OTHERS = (
-    "check_build",
     "command",
     "cooldown_range",
     "executable",
@@ -336,25 +329,21 @@ def _options(args: Any) -> argparse.Namespace:
     if isinstance(args, argparse.Namespace) and hasattr(args, "notices"):
         return args  # from `parse_args`
     given = {name: value for name, value in vars(args).items() if value is not None}
-    argv = [f"{flag}={given[name]}" for name, flag in _VALUES.items() if name in given]
-    argv += [flag for name, flag in _SWITCHES.items() if given.get(name)]
     if "log_with_timestamp" in given:
         given["log_without_timestamp"] = not given["log_with_timestamp"]
+    values: dict[str, object] = {flag: given.get(name) for name, flag in _VALUES.items()}
+    values |= {flag: bool(given.get(name)) for name, flag in _SWITCHES.items()}
     for row in TUNABLES:
-        if row.dest not in given:
-            continue
-        value = given[row.dest]
-        if row.opposite:
-            argv.append(row.flag if value else row.opposite)
+        value = given.get(row.dest)
+        if value is not None and row.opposite:
+            values[row.flag if value else row.opposite] = True
         else:
-            argv.append(f"{row.flag}={value}")
+            values[row.flag] = value
     if given.get("nics"):
-        argv.append(f"--network-interfaces={','.join(sorted(given['nics']))}")
+        values["--network-interfaces"] = ",".join(sorted(given["nics"]))
     if "cooldown_range" in given:
-        argv += ["--blacklist-cooldown-range", *map(str, given["cooldown_range"])]
-    argv += ["--verbose"] * min(int(given.get("verbose", 0)), 2)
-    if given.get("check_build"):
-        argv.append("--check-build")
+        values["--blacklist-cooldown-range"] = list(given["cooldown_range"])
+    argv = as_words(values) + ["--verbose"] * min(int(given.get("verbose", 0)), 2)
     command = _function_command(args) if "run_func" in given else list(given.get("command", ()))
     return make_options([*argv, "--", *command])
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from horovod.common.exceptions import TimeoutException
 from horovod.runner.elastic.discovery import HostDiscovery
-from horovod.runner.options.arguments import make_options
+from horovod.runner.options.arguments import as_words, make_options
 from horovod.runner.options.config_file import CONTROLLER, CONTROLLERS, schema
 from horovod.runner.options.tunables import IB_DISABLE, TUNABLES, settings_environment
 from horovod.runner.slots import hosts as new
@@ -109,14 +109,11 @@ def as_arguments(settings: BaseSettings, nics: Collection[str] | None = None) ->
         "--start-timeout": None if seconds is None else int(max(1, seconds)),
         "--output-filename": settings.output_filename,
         "--network-interfaces": ",".join(nics) if nics else None,
-    }
-    switches = {
         "--verbose": settings.verbose > 1,
-        "--tcp": settings.tcp_flag,
-        "--prefix-output-with-timestamp": settings.prefix_output_with_timestamp,
+        "--tcp": bool(settings.tcp_flag),
+        "--prefix-output-with-timestamp": bool(settings.prefix_output_with_timestamp),
     }
-    arguments = [f"{name}={value}" for name, value in values.items() if value is not None]
-    return arguments + [name for name, wanted in switches.items() if wanted]
+    return as_words(values)
 
 
 def as_elastic_arguments(settings: ElasticSettings) -> list[str]:
@@ -126,11 +123,9 @@ def as_elastic_arguments(settings: ElasticSettings) -> list[str]:
         "--max-np": settings.max_num_proc,
         "--elastic-timeout": settings.elastic_timeout,
         "--reset-limit": settings.reset_limit,
+        "--blacklist-cooldown-range": settings.cooldown_range,
     }
-    arguments = [f"{name}={value}" for name, value in values.items() if value is not None]
-    if settings.cooldown_range is not None:
-        arguments += ["--blacklist-cooldown-range", *map(str, settings.cooldown_range)]
-    return [*as_arguments(settings), *arguments]
+    return [*as_arguments(settings), *as_words(values)]
 
 
 def options_of(

@@ -1,8 +1,8 @@
 """The modules of Horovod 0.28.1 that programs import, with their names: one table.
 
-The import hook of this package and docs/old_names.md are made from it:
+The import hook of this package is made from it, and the lists in docs/old_names.md:
 
-    python -m horovod.runner._upstream.table > docs/old_names.md
+    python -m horovod.runner._upstream.table docs/old_names.md
 
 Some names are refused, because their meaning is not safe to offer: upstream's rendezvous and its
 services serve everybody who reaches their ports. Here ranks and launcher communicate through a
@@ -233,61 +233,23 @@ PACKAGES = {
     "horovod.runner.util",
 }
 
-_HEAD = """\
-# Modules of Horovod 0.28.1
 
-Programs import more of Horovod than its public API. These modules are there under their old names,
-with the old signatures; each is a thin door to what does the work here. New programs should use
-what stands in the last column.
-
-| Module | What it has | Now |
-|---|---|---|
-"""
-
-_TAIL = """
-**What is refused.** Upstream's rendezvous serves everybody who reaches its port, and its services
-unpickle what they get from a socket. Here ranks and launcher meet in a store that knows only
-holders of the job's key. So these can be imported, and raise `NotImplementedError` with the reason
-and the new way when they are used:
-
-{refused}
-
-Methods of classes that cannot be made are not there: those of upstream's elastic driver would have
-to start workers through the caller's function, which has no way to hand them the job's key.
-"""
-
-_SPARK = """
-## Spark
-
-`horovod.spark.common` has, besides what [the estimators' page](spark_estimators.md) describes:
-
-- `constants`: `ARRAY`, `CUSTOM_SPARSE`, `NOCHANGE`, `DENSE_VECTOR`, `SPARSE_VECTOR`,
-  `MIXED_SPARSE_DENSE_VECTOR`, `ONE_GB`, `TOTAL_BUFFER_MEMORY_CAP`, `METRIC_PRINT_FREQUENCY`,
-  `PETASTORM_HDFS_DRIVER`;
-- `util`: `check_shape_compatibility`, `check_validation`, `clear_training_cache`,
-  `data_type_to_numpy`, `data_type_to_str`, `get_col_info` (also `_get_col_info`),
-  `get_dataset_properties`, `get_simple_meta_from_parquet`, `is_databricks`, `numpy_type_to_str`,
-  `prepare_data`, `spark_scalar_to_python_type`, `to_list`, `train_val_split` (also
-  `_train_val_split`).
-
-**What will never be there**, because Petastorm and upstream's services are gone: `to_petastorm_fn`,
-`pyarrow_to_spark_data_type`, `_get_metadata`, `_save_meta_to_fs`, `_load_metadata_from_fs`, and the
-modules `horovod.spark.driver.*`, `horovod.spark.task.task_service`, `horovod.spark.mpi_run`,
-`horovod.spark.gloo_run`.
-"""
-
-
-def page() -> str:
-    """Return the text of docs/old_names.md."""
-    rows = []
+def generated_parts() -> dict[str, str]:
+    """Return the parts of docs/old_names.md that repeat this table, by name."""
+    rows = ["| Module | What it has | Now |\n", "|---|---|---|\n"]
     for old in OLD_MODULES:
         names = ", ".join(f"`{name}`" for name in old.names)
         names += f" {old.remark}" if old.remark else ""
         end = f" {old.replacement} |" if old.replacement else " |"
         rows.append(f"| `{old.path}` | {names} |{end}\n")
-    refused = "\n".join(f"- `{name}`" for name in REFUSED)
-    return _HEAD + "".join(rows) + _TAIL.format(refused=refused) + _SPARK
+    return {"modules": "".join(rows), "refused": "".join(f"- `{name}`\n" for name in REFUSED)}
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    import sys
+    from pathlib import Path
+
+    from horovod.runner.options.page import fill_in
+
+    path = Path(sys.argv[1])
+    path.write_text(fill_in(path.read_text("utf-8"), generated_parts()), "utf-8")

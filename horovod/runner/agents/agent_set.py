@@ -14,6 +14,7 @@ from typing import Any
 
 from horovod.common.joining.addresses import LOOPBACK
 from horovod.common.topology import Slot
+from horovod.observe.reports.amounts import count_of
 from horovod.runner.agents.controller import JobController
 from horovod.runner.agents.host_agent import HostAgent, WorkerSpec, start_agent, start_command
 from horovod.runner.agents.host_set import HostSet, assignment_variables
@@ -257,14 +258,14 @@ class AgentSet(HostSet):
         return agent is not None and not agent.remote
 
     def _say_threads(self, agent: HostAgent, slots: int) -> None:
-        request, cores = self._request, int((agent.hello or {})["cores"])
+        request, cores = self._request, agent.cores
         threads = threads_per_worker(cores, slots)
         is_ours = agent.link.own_variables is not None and not request.env.get("OMP_NUM_THREADS")
         if is_ours and request.verbose and (threads, cores, slots) not in self._said:
             self._said.add((threads, cores, slots))
             self._console.say(
                 f"OMP_NUM_THREADS={threads} for each worker on {agent.name} ({cores} cores, "
-                f"{slots} slot{'' if slots == 1 else 's'}); set it yourself to choose otherwise"
+                f"{count_of(slots, 'slot')}); set it yourself to choose otherwise"
             )
 
 
@@ -284,12 +285,12 @@ def host_variables(
         nics: The network interfaces of the host for the traffic between ranks; any if empty.
         workers: The number of workers that share the cores of the host.
     """
-    own_variables, hello = agent.link.own_variables, agent.hello or {}
+    own_variables = agent.link.own_variables
     env = travelling_variables(request.env, own_variables) if agent.remote else dict(request.env)
     if own_variables is not None:  # otherwise the cluster that offers the host decides on these
         if not request.env.get("OMP_NUM_THREADS"):
-            env["OMP_NUM_THREADS"] = str(threads_per_worker(int(hello["cores"]), workers))
-        env |= memory_variables(hello["machine"], env)
+            env["OMP_NUM_THREADS"] = str(threads_per_worker(agent.cores, workers))
+        env |= memory_variables((agent.hello or {})["machine"], env)
     env |= interface_variables(nics) | common_variables(rendezvous)
     if own_variables is None:
         del env[KEY]

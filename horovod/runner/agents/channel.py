@@ -28,6 +28,7 @@ from horovod.common.wire import Message, Session
 from horovod.runner.agents.host_agent import HostAgent, agent_source
 
 _CHUNK = 1 << 18
+_KEPT_ERRORS = 8000  # bytes
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """With these the kernel notices after a minute that a peer's machine has gone."""
 
@@ -91,10 +92,6 @@ class LinkChannel:
 
     def close(self) -> None:
         self.socket.close()
-
-
-_CHUNK = 1 << 18
-_KEPT_ERRORS = 8000
 
 
 class ChannelLink:

@@ -217,7 +217,9 @@ class JobController:
     def failed(self, agent: HostAgent, worker: int, number: int, what: str) -> None:
         if number != errno.ECANCELED:  # then we stopped the job before this worker began
             status = 127 if number == errno.ENOENT else 126
-            self.could_not_start(agent, worker, LaunchError(_why_not(number, what), status))
+            self.could_not_start(
+                agent, worker, LaunchError(_describe_start_failure(number, what), status)
+            )
 
     def could_not_start(self, host: Host, worker: int, problem: LaunchError) -> None:
         """Take notice of a worker that will never run, and why."""
@@ -264,7 +266,7 @@ class JobController:
         self.call_later(_SWEEP_PATIENCE, agent.abandon)
 
 
-def _why_not(number: int, what: str) -> str:
+def _describe_start_failure(number: int, what: str) -> str:
     """Return why a worker could not be started: an errno, and the file concerned."""
     if number == errno.EMFILE:
         return f"{os.strerror(number)} (each worker takes two pipes; see 'ulimit -n')"

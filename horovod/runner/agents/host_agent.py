@@ -16,7 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from horovod.runner.agents.agent_streams import (
     EVENT,
@@ -51,31 +51,17 @@ class WorkerSpec:
     input: bool = False  # whether `feed` brings its stdin; otherwise it has none
 
 
-@dataclass(frozen=True)
-class WorkerOutput:
-    """Bytes that a worker wrote; none when it has closed the stream."""
+class AgentEvent(NamedTuple):
+    """An event from an agent: one of the kinds listed in `agent`, or one of these two.
 
-    worker: int
-    stream: str  # "stdout" or "stderr"
-    data: bytes
-
-
-@dataclass(frozen=True)
-class AgentEvent:
-    """An event from an agent: one of the kinds listed in `agent`, with its content."""
+    - ``output``: a worker, its stream ("stdout" or "stderr"), and the bytes that it wrote, of which
+      there are none when it has closed the stream.
+    - ``ended``: the agent, or the connection to it, has ended. The content is true if nothing is
+      left there.
+    """
 
     kind: str
     content: Any
-
-
-@dataclass(frozen=True)
-class AgentEnded:
-    """The agent, or the connection to it, has ended; ``finished`` if nothing is left there."""
-
-    finished: bool
-
-
-Event = WorkerOutput | AgentEvent | AgentEnded
 
 
 class HostAgent:
@@ -126,11 +112,16 @@ class HostAgent:
         return bool(self._given_up)
 
     @property
+    def cores(self) -> int:
+        """The number of cores that its workers may use together; only after it has answered."""
+        return int((self.hello or {})["cores"])
+
+    @property
     def unsent(self) -> bool:
         """Whether commands wait for room in the pipe."""
         return bool(self._commands) or self.link.unsent
 
-    def read(self) -> list[Event]:
+    def read(self) -> list[AgentEvent]:
         """Return the events since the last call."""
         try:
             data = self.link.read()
@@ -140,11 +131,11 @@ class HostAgent:
         if not data:
             while self.read_errors():
                 pass
-            return [AgentEnded(self.finished)]
-        events: list[Event] = []
+            return [AgentEvent("ended", self.finished)]
+        events = []
         for kind, worker, content in self._reader.feed(data):
             if kind != EVENT:
-                events.append(WorkerOutput(worker, STREAMS[kind], content))
+                events.append(AgentEvent("output", (worker, STREAMS[kind], content)))
                 continue
             for name, value in json.loads(content).items():
                 events.append(AgentEvent(name, value))

@@ -1,15 +1,13 @@
-"""Where hosts connect whose agents the launcher does not start: those that join, Spark tasks.
+"""Accept connections from hosts whose agents the launcher does not start.
 
 A thread accepts connections. A peer that does not prove within seconds that it knows the job's key
 is dropped, before anything else that it sends is read. Each host becomes a link, which from then on
 belongs to the job that takes it. `JoinServer` and `horovod.spark.task_link` derive from
 `LinkServer`.
 
-Hosts that come by themselves: ``horovodrun --listen`` waits for ``horovodrun --join`` on them.
-
-`run_job` opens a `JoinServer`. A job with fixed ranks calls `gather` and starts when all its hosts
-are there; an elastic job takes them as they come (`join.JoinedHosts`). A host
-proves that it knows the job's secret before anything that it says is read.
+For ``horovodrun --listen`` `run_job` opens a `JoinServer`, at which hosts arrive by ``horovodrun
+--join``. A job with fixed ranks calls `gather` and starts when all its hosts are there; an elastic
+job takes them as they come (`join.JoinedHosts`).
 """
 
 from __future__ import annotations

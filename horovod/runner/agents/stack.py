@@ -55,17 +55,19 @@ def _ask_py_spy(pid: int) -> str:
         return NOT_INSTALLED
     command = [program, "dump", "--nonblocking", "--pid", str(pid)]
     try:
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        ) as process:
-            try:
-                said, _ = process.communicate(timeout=_PATIENCE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                return f"py-spy did not answer within {_PATIENCE:.0f} s"
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"py-spy did not answer within {_PATIENCE:.0f} s"
     except OSError as error:
         return f"py-spy cannot be started: {error.strerror}"
-    text = said.decode(errors="replace").strip()
+    text = done.stdout.decode(errors="replace").strip()
     if "Permission denied" in text or "EPERM" in text or "Operation not permitted" in text:
         return (
             "py-spy may not read the worker's memory: the system allows that to root alone "

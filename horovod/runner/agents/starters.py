@@ -20,7 +20,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from horovod.runner.slots.allocation import slurm_groups
 from horovod.runner.slots.worker_env import HOST_VARIABLES
@@ -34,13 +34,12 @@ _NAME = re.compile(r"(?!-)[\w.:%@-]+")
 class Starter(Protocol):
     """A way to run a program on another host."""
 
+    own_variables: ClassVar[Sequence[str]] = HOST_VARIABLES
+    """Variables that workers take from their host's own environment."""
+
     @property
     def name(self) -> str:
         """The name of the program that starts others, for messages."""
-
-    @property
-    def own_variables(self) -> Sequence[str]:
-        """Variables that workers take from their host's own environment."""
 
     def command(self, host: str, program: Sequence[str]) -> list[str]:
         """Return the command that runs ``program`` on ``host``.
@@ -51,15 +50,14 @@ class Starter(Protocol):
 
     def environment(self) -> Mapping[str, str] | None:
         """Return the environment of that command; None stands for this process's own."""
+        return None
 
 
 @dataclass(frozen=True)
-class CommandStarter:
+class CommandStarter(Starter):
     """A command of the user's, such as ``kubectl exec -i {host} --``; the program comes last."""
 
     template: str
-
-    own_variables = HOST_VARIABLES
 
     @property
     def name(self) -> str:
@@ -69,9 +67,6 @@ class CommandStarter:
         check_name(host)
         words = [word.replace(HOST, host) for word in shlex.split(self.template)]
         return [*words, *program]
-
-    def environment(self) -> None:
-        return None
 
 
 def check_name(host: str) -> None:
@@ -85,7 +80,7 @@ _ALIVE_TRIES = 3
 
 
 @dataclass(frozen=True)
-class Ssh:
+class Ssh(Starter):
     """Starts programs with the system's own ``ssh``, with the user's keys and configuration.
 
     Host keys are checked as that configuration says. Nothing that a user chose (paths, arguments,
@@ -97,7 +92,6 @@ class Ssh:
     connect_timeout: float = 30.0
 
     name = "ssh"
-    own_variables = HOST_VARIABLES
 
     def command(self, host: str, program: Sequence[str]) -> list[str]:
         check_name(host)
@@ -113,9 +107,6 @@ class Ssh:
             command += ["-o", option]
         # The far side hands the last word to the user's login shell, whichever that is.
         return [*command, *self.login_arguments(), host, "--", f"exec {shlex.join(program)}"]
-
-    def environment(self) -> None:
-        return None
 
     def login_arguments(self) -> list[str]:
         """Return the options for port and key, where the user has given them."""
@@ -148,7 +139,7 @@ _SHAPES = (
 
 
 @dataclass(frozen=True)
-class Srun:
+class Srun(Starter):
     """Starts each agent as a step of its own in the Slurm job that ``environ`` describes.
 
     The step shares the job's resources with other steps (``--overlap``). It gets all cores and
@@ -290,7 +281,7 @@ class ProcessLink:
     """Pipes to a child process."""
 
     unsent = False
-    ends = ("", "")  # the agent says what ssh or Slurm has told it
+    ends = ("", "")  # unknown here; the agent reports what ssh or Slurm says
 
     def __init__(self, command: Sequence[str], starter: Starter | None) -> None:
         """Start the process.

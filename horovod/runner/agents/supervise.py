@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from horovod.runner.agents.host_agent import AgentEnded, AgentEvent, HostAgent, WorkerOutput
+from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.output.console import Colour, Console
 from horovod.runner.output.outputs import Outputs
 from horovod.runner.output.watcher import JobWatcher
@@ -49,6 +49,7 @@ Checks are counted and not seconds: this process may have been stopped itself.
 _KILL_PATIENCE = 3.0
 _STACKS_TICK = 1.0  # seconds between checks whether the watcher asks for stacks
 _CHUNK = 1 << 16
+_STDIN = 0
 
 
 class Handler(Protocol):
@@ -199,32 +200,31 @@ class Supervisor:
         if agent not in self._agents:
             return
         for event in agent.read():
-            if isinstance(event, WorkerOutput):
-                self._outputs.take(event.worker, event.stream, event.data)
-            elif isinstance(event, AgentEnded):
-                self._remove(agent, event.finished)
-            else:
-                self._pass_on(agent, event)
+            self._take_event(agent, *event)
 
-    def _pass_on(self, agent: HostAgent, event: AgentEvent) -> None:
-        handler, content = self._handler, event.content
+    def _take_event(self, agent: HostAgent, kind: str, content: Any) -> None:
+        handler = self._handler
         assert handler is not None
-        if event.kind == "hello":
+        if kind == "output":
+            self._outputs.take(*content)
+        elif kind == "ended":
+            self._remove(agent, content)
+        elif kind == "hello":
             handler.ready(agent)
-        elif event.kind == "probed":
+        elif kind == "probed":
             handler.probed(agent, content)
-        elif event.kind == "started":
+        elif kind == "started":
             self._agent_of[content["id"]] = agent
             handler.started(agent, content["id"], content["pid"])
-        elif event.kind == "failed":
+        elif kind == "failed":
             handler.failed(agent, content["id"], content["errno"], content["what"])
-        elif event.kind == "exited":
+        elif kind == "exited":
             handler.exited(agent, [(worker, code) for worker, code in content])
-        elif event.kind == "stack":
+        elif kind == "stack":
             self._watcher.note("stack", worker=content["id"], text=content["text"])
-        elif event.kind == "note":
+        elif kind == "note":
             self._note(f"{agent.name}: {content}")
-        elif event.kind == "stuck":
+        elif kind == "stuck":
             pids = ", ".join(map(str, content))
             self._note(f"{agent.name}: these processes did not end even after SIGKILL: {pids}")
 
@@ -271,21 +271,21 @@ class Supervisor:
 
     # -- stdin -----------------------------------------------------------------------------
 
-    def attach(self, agent: HostAgent, worker: int, fd: int = 0) -> None:
-        """Pass what arrives at a descriptor of ours on to a worker's stdin."""
+    def attach(self, agent: HostAgent, worker: int) -> None:
+        """Pass on what arrives at our stdin to a worker's stdin."""
 
         def pass_on() -> bool:
             try:
-                data = os.read(fd, _CHUNK)
+                data = os.read(_STDIN, _CHUNK)
             except OSError:
                 data = b""  # closed, or we may not read it: as if it had ended
             agent.feed(worker, data)
             if not data:
-                self.unwatch(fd)
+                self.unwatch(_STDIN)
             return bool(data)
 
         try:
-            self.watch(fd, pass_on)
+            self.watch(_STDIN, pass_on)
         except (OSError, ValueError):  # an ordinary file cannot be waited for: read it at once
             while pass_on():
                 pass

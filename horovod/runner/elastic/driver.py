@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from horovod.common.generations.loss_note import read_note
+from horovod.observe.reports.amounts import count_of
 from horovod.runner.agents.controller import JobController, JobPolicy
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.host_set import HostSet
@@ -32,7 +33,7 @@ from horovod.runner.elastic.job_state import (
 from horovod.runner.elastic.liveness import DecisionLog, Liveness
 from horovod.runner.elastic.mailbox import Inbox
 from horovod.runner.output.report import LaunchError, exit_status
-from horovod.runner.output.watcher import Status, count_of
+from horovod.runner.output.watcher import Status
 
 __all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver"]
 
@@ -40,9 +41,9 @@ __all__ = ["DISCOVER_HOSTS_FREQUENCY_SECS", "Driver"]
 def __getattr__(name: str) -> Any:
     """Import names of Horovod 0.28.1 (docs/old_names.md) when a program asks for them."""
     if name in ("ElasticDriver", "Results"):
-        from horovod.runner._upstream import environment
+        from horovod.runner._upstream import find_old_name
 
-        return getattr(environment, name)
+        return find_old_name("horovod.runner._upstream.environment", name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

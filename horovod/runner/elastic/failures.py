@@ -9,11 +9,12 @@ import signal
 import time
 
 from horovod.common.generations.decisions import DRIVER_LOST
+from horovod.observe.reports.amounts import count_of
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.host_set import HostSet
 from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.job_state import JobState, Process
-from horovod.runner.output.watcher import Status, count_of
+from horovod.runner.output.watcher import Status
 
 _FENCE_SECONDS = 60.0
 """Seconds within which workers on a lost host end themselves, because they cannot reach us."""

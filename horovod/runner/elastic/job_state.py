@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from horovod.common.generations.decisions import Decision
+from horovod.observe.reports.amounts import count_of
 from horovod.runner.output.progress import list_some
 from horovod.runner.output.report import Exit
-from horovod.runner.output.watcher import count_of
 
 
 def name_of(number: int) -> str:

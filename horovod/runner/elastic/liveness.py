@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 
 from horovod.common.generations.decisions import LATEST, Decision, decision_key
 from horovod.common.store import Store
+from horovod.observe.reports.amounts import join_words
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.job_state import JobState, Limits, Process, name_of, names
-from horovod.runner.output.watcher import join_words
 
 _KEPT_GENERATIONS = 3
 

@@ -17,11 +17,12 @@ from typing import Any
 
 from horovod.common.generations.decisions import broken_key, parse_answer, seen_key
 from horovod.common.store import MemoryStore
+from horovod.observe.reports.amounts import count_of
 from horovod.runner.elastic.discovery import HostManager, HostPoller, NoMoreHosts
 from horovod.runner.elastic.job_state import JobState, Process, number_of
 from horovod.runner.elastic.liveness import DecisionLog, Liveness
 from horovod.runner.output.console import Console
-from horovod.runner.output.watcher import Status, count_of
+from horovod.runner.output.watcher import Status
 
 
 class Mailbox:

@@ -14,9 +14,9 @@ import signal
 from dataclasses import dataclass
 
 from horovod.common.generations.decisions import DRIVER_LOST
+from horovod.observe.reports.amounts import count_of
 from horovod.runner.elastic.job_state import JobState, Limits, WorkerFailure
 from horovod.runner.output.report import Outcome, first_to_fail
-from horovod.runner.output.watcher import count_of
 
 RESET_LIMIT_EXCEEDED_MESSAGE = (
     "the number of resets during elastic job exceeded limit: {} (--reset-limit)"

@@ -39,7 +39,7 @@ from horovod.runner.functions.function_call import (
 from horovod.runner.jobs import controllers
 from horovod.runner.jobs.request import JobRequest, make_request
 from horovod.runner.jobs.run_job import run_job
-from horovod.runner.options.arguments import make_options
+from horovod.runner.options.arguments import as_words, make_options
 from horovod.runner.output.report import LaunchError, Outcome
 from horovod.runner.slots.hosts import is_local
 
@@ -135,7 +135,7 @@ def run(
         raise ValueError("give one of hosts, hostfile and host_discovery_script")
     if use_gloo and use_mpi:
         raise ValueError("give one of use_gloo and use_mpi")
-    flags = {
+    given = {
         "-np": num_proc,
         "--min-np": min_num_proc,
         "--max-np": max_num_proc,
@@ -150,13 +150,11 @@ def run(
         "--output-filename": output_filename,
         "--mpi-args": mpi_args,
         "--network-interfaces": nics if isinstance(nics, str) or not nics else ",".join(nics),
+        "--blacklist-cooldown-range": None if cooldown_range is None else list(cooldown_range),
+        "--gloo": bool(use_gloo),
+        "--mpi": bool(use_mpi),
     }
-    switches = {"--gloo": use_gloo, "--mpi": use_mpi}
-    argv = [f"{flag}={value}" for flag, value in flags.items() if value is not None]
-    argv += [flag for flag, on in switches.items() if on]
-    argv += ["--verbose"] * min(int(verbose or 0), 2)
-    if cooldown_range is not None:
-        argv += ["--blacklist-cooldown-range", *map(str, cooldown_range)]
+    argv = as_words(given) + ["--verbose"] * min(int(verbose or 0), 2)
     command = [executable or sys.executable, "-m", "horovod.runner.functions.run_task"]
     options = make_options([*argv, "--", *command])
     for notice in options.notices:

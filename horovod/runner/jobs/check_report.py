@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from horovod.observe.reports.amounts import align_columns, join_words
+
 _CLOCK_SECONDS = 0.5  # beyond which logs and timelines of several hosts no longer fit together
 _SLOW_LINK = 0.25  # of the median of all links
 
@@ -67,8 +69,8 @@ def _versions(hosts: Sequence[HostReport]) -> Iterable[HostProblem]:
     without = [host for host in hosts if not host.facts["horovod"]]
     for python, names in _groups(without, lambda host: host.facts["executable"]).items():
         yield HostProblem(
-            f"{python} on {_listed(names)} has no Horovod. Install it there as it is here, or name "
-            f"a folder that has it in PYTHONPATH"
+            f"{python} on {join_words(names)} has no Horovod. Install it there as it is here, or "
+            f"name a folder that has it in PYTHONPATH"
         )
     rows = (
         ("Python", lambda host: host.facts["python"].rpartition(".")[0], True),
@@ -100,9 +102,10 @@ def _ports(hosts: Sequence[HostReport]) -> Iterable[HostProblem]:
     for name, callers in failures.items():
         reasons = ", ".join(dict.fromkeys(callers.values()))
         yield HostProblem(
-            f"{_listed(callers)} cannot connect to {name} at {by_name[name].address}: {reasons}. "
-            f"Ranks connect to each other on any free port: let hosts do that (the firewall of "
-            f"{name}, or one in between), or choose another network with --network-interfaces"
+            f"{join_words(list(callers))} cannot connect to {name} at {by_name[name].address}: "
+            f"{reasons}. Ranks connect to each other on any free port: let hosts do that (the "
+            f"firewall of {name}, or one in between), or choose another network with "
+            f"--network-interfaces"
         )
 
 
@@ -112,7 +115,7 @@ def _folders(
     lost = [host for host in hosts if host.facts["lost_folder"]]
     for folder, names in _groups(lost, lambda host: host.facts["lost_folder"]).items():
         yield HostProblem(
-            f"the folder {folder} is missing on {_listed(names)}, where ranks would run in the "
+            f"the folder {folder} is missing on {join_words(names)}, where ranks would run in the "
             f"home directory. Put it on a file system that all hosts share, copy it, or start in "
             f"a folder that all hosts have"
         )
@@ -120,13 +123,13 @@ def _folders(
         names = [host.name for host in hosts if file in host.facts["missing"]]
         if names:
             yield HostProblem(
-                f"{file}, which the command needs, is missing on {_listed(names)}: copy it there"
+                f"{file}, which the command needs, is missing on {join_words(names)}: copy it there"
             )
     others = [h.name for h in hosts if h not in lost and h.facts["content"] != content]
     if others:
         yield HostProblem(
-            f"the working folder of {_listed(others)} has other files than the one here. If it is "
-            f"no shared file system, see that the program is the same there",
+            f"the working folder of {join_words(others)} has other files than the one here. If it "
+            f"is no shared file system, see that the program is the same there",
             is_fatal=False,
         )
 
@@ -244,11 +247,7 @@ def make_table(hosts: Sequence[HostReport], content: str, width: int | None = No
 
 
 def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in zip(*columns, strict=True)
-    ]
+    return align_columns(list(zip(*columns, strict=True)))
 
 
 def describe_rate(rate: float) -> str:
@@ -323,9 +322,4 @@ def _groups(
 
 
 def _describe_groups(groups: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join(f"{value or 'none'} on {_listed(names)}" for value, names in groups.items())
-
-
-def _listed(names: Iterable[str]) -> str:
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
+    return "; ".join(f"{value or 'none'} on {join_words(names)}" for value, names in groups.items())

@@ -82,7 +82,6 @@ def make_plan(
     """
     # Imported late, because most jobs need neither.
     from horovod.runner.jobs.mpi_launch import (
-        MpiJob,
         find_mpi,
         jsrun_command,
         make_rankfile,
@@ -91,14 +90,6 @@ def make_plan(
     )
 
     request = _with_defaults(request)
-    job = MpiJob(
-        request,
-        options.mpi_args,
-        options.binding_args,
-        options.tcp_flag,
-        options.output_filename,
-        options.prefix_timestamp,
-    )
     if options.attach is not None:
         hint = f"; give mpirun --mpi-args='--stdin {options.attach}'" if controller == MPI else ""
         raise LaunchError(f"argument --attach: not possible with --{controller}{hint}", status=2)
@@ -112,13 +103,14 @@ def make_plan(
         _make_folder(options.output_filename)
     if controller == MPI:
         path, kind = find_mpi(request.env)
-        command, env = mpirun_command(path, kind, job), mpirun_environment(kind, job)
+        command = mpirun_command(path, kind, request, options)
+        env = mpirun_environment(kind, request)
     else:
         jsrun = shutil.which("jsrun", path=request.env.get("PATH"))
         if jsrun is None:
             raise LaunchError("--jsrun needs jsrun, which is not on PATH", status=127)
         erf = "(a file made when the job starts)" if dry else make_rankfile(jsrun, request)
-        command, env = jsrun_command(jsrun, job, erf), dict(request.env)
+        command, env = jsrun_command(jsrun, request, options, erf), dict(request.env)
     return Plan(command, env)
 
 

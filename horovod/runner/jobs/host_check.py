@@ -254,7 +254,7 @@ class HostCheck:
     # -- answers -----------------------------------------------------------------------------------
 
     def ready(self, agent: HostAgent) -> None:
-        self._reports[agent.name].cores = int((agent.hello or {})["cores"])
+        self._reports[agent.name].cores = agent.cores
         self._arrived(agent.name)
 
     def probed(self, agent: HostAgent, answer: dict[str, Any]) -> None:

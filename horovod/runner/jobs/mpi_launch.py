@@ -9,6 +9,7 @@ where each rank runs.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -58,18 +59,6 @@ _MARKS = (
 )
 
 
-@dataclass(frozen=True)
-class MpiJob:
-    """A job for mpirun or jsrun. The fields are the options of the same name."""
-
-    request: JobRequest
-    mpi_args: str | None = None
-    binding_args: str | None = None
-    tcp: bool = False
-    output_filename: str | None = None
-    timestamps: bool = False
-
-
 def find_mpi(environ: Mapping[str, str] = os.environ) -> tuple[str, Mpi]:
     """Return the path of mpirun, and the implementation that it belongs to.
 
@@ -117,21 +106,29 @@ def _outside_root(path: str) -> str:
     return os.path.join(os.path.realpath(folder), name) if os.path.dirname(folder) == "/" else path
 
 
-def mpirun_command(path: str, kind: Mpi, job: MpiJob) -> list[str]:
+def mpirun_command(
+    path: str, kind: Mpi, request: JobRequest, options: argparse.Namespace
+) -> list[str]:
     """Return the command for mpirun.
+
+    Args:
+        path: The path of mpirun.
+        kind: The implementation that it belongs to.
+        request: The job.
+        options: The options of horovodrun.
 
     Raises:
         LaunchError: If this MPI cannot do what the options ask for.
     """
     dialect = _open_mpi if kind in (Mpi.OPEN_MPI, Mpi.SPECTRUM) else _hydra
-    extra = split_option("--mpi-args", job.mpi_args)
-    return [path, *dialect(kind, job), *extra, *job.request.command]
+    extra = split_option("--mpi-args", options.mpi_args)
+    return [path, *dialect(kind, request, options), *extra, *request.command]
 
 
-def mpirun_environment(kind: Mpi, job: MpiJob) -> dict[str, str]:
+def mpirun_environment(kind: Mpi, request: JobRequest) -> dict[str, str]:
     """Return the environment of mpirun itself; `exported_variables` names what it passes on."""
-    env = dict(job.request.env)
-    ssh = _ssh_arguments(job.request)
+    env = dict(request.env)
+    ssh = _ssh_arguments(request)
     if ssh and kind is Mpi.INTEL:
         env["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = " ".join(ssh)
     elif ssh and kind in (Mpi.MPICH, Mpi.MVAPICH):
@@ -149,12 +146,11 @@ def exported_variables(env: Mapping[str, str]) -> list[str]:
     return sorted([*names, KEY] if KEY in env else names)
 
 
-def _open_mpi(kind: Mpi, job: MpiJob) -> list[str]:
-    request = job.request
+def _open_mpi(kind: Mpi, request: JobRequest, options: argparse.Namespace) -> list[str]:
     hosts = ",".join(f"{_bracketed(name)}:{len(s)}" for name, s in request.hosts.items())
     command = ["--allow-run-as-root", "--tag-output", "-np", str(len(request.slots)), "-H", hosts]
-    if job.binding_args is not None:
-        command += split_option("--binding-args", job.binding_args)
+    if options.binding_args is not None:
+        command += split_option("--binding-args", options.binding_args)
     elif kind is Mpi.SPECTRUM:
         command += ["-bind-to", "socket", "-map-by", "socket", "-rank-by", "core"]
     else:
@@ -162,7 +158,7 @@ def _open_mpi(kind: Mpi, job: MpiJob) -> list[str]:
     parameters: dict[str, str] = {}
     if kind is Mpi.OPEN_MPI:
         parameters |= {"pml": "ob1", "btl": "^openib"}
-    elif job.tcp:
+    elif options.tcp_flag:
         command.append("-tcp")
     if len(request.hosts) >= _MANY_HOSTS:
         parameters |= {
@@ -173,21 +169,20 @@ def _open_mpi(kind: Mpi, job: MpiJob) -> list[str]:
         parameters["btl_tcp_if_include"] = ",".join(request.nics)
     if ssh := _ssh_arguments(request):
         parameters["plm_rsh_args"] = " ".join(ssh)
-    chosen = split_option("--mpi-args", job.mpi_args)
+    chosen = split_option("--mpi-args", options.mpi_args)
     for name, value in parameters.items():
         if name not in chosen:  # the user's own value counts
             command += ["--mca", name, value]
     for name in exported_variables(request.env):
         command += ["-x", name]
-    if job.output_filename:
-        command += ["--output-filename", job.output_filename]
-    if job.timestamps:
+    if options.output_filename:
+        command += ["--output-filename", options.output_filename]
+    if options.prefix_timestamp:
         command.append("--timestamp-output")
     return command
 
 
-def _hydra(kind: Mpi, job: MpiJob) -> list[str]:
-    request = job.request
+def _hydra(kind: Mpi, request: JobRequest, options: argparse.Namespace) -> list[str]:
     counts = [len(slots) for slots in request.hosts.values()]
     if len({*counts[:-1], max(counts)}) > 1:
         raise LaunchError(
@@ -201,7 +196,7 @@ def _hydra(kind: Mpi, job: MpiJob) -> list[str]:
             f"--network-interfaces",
             status=2,
         )
-    if job.timestamps:
+    if options.prefix_timestamp:
         raise LaunchError(f"{kind.value} cannot put the time before lines of output", status=2)
     command = ["-l", "-np", str(len(request.slots)), "-ppn", str(counts[0])]
     command += ["-hosts", ",".join(request.hosts)]
@@ -209,12 +204,12 @@ def _hydra(kind: Mpi, job: MpiJob) -> list[str]:
         command += ["-bootstrap", "ssh"]
     if request.nics:
         command += ["-iface", request.nics[0]]
-    command += split_option("--binding-args", job.binding_args)
+    command += split_option("--binding-args", options.binding_args)
     if names := exported_variables(request.env):
         command += ["-genvlist", ",".join(names)]
-    if job.output_filename:
+    if options.output_filename:
         for stream in ("out", "err"):
-            pattern = os.path.join(job.output_filename, f"rank.%r.std{stream}")
+            pattern = os.path.join(options.output_filename, f"rank.%r.std{stream}")
             command += [f"-{stream}file-pattern", pattern]
     return command
 
@@ -321,13 +316,15 @@ def make_rankfile(jsrun: str, request: JobRequest) -> str:
     return path
 
 
-def jsrun_command(path: str, job: MpiJob, erf: str) -> list[str]:
+def jsrun_command(
+    path: str, request: JobRequest, options: argparse.Namespace, erf: str
+) -> list[str]:
     """Return the command for jsrun, which passes on the environment by itself."""
     command = [path, "--erf_input", erf]
-    if job.output_filename:
+    if options.output_filename:
         for stream in ("stdout", "stderr"):
-            command += [f"--stdio_{stream}", os.path.join(job.output_filename, stream)]
-    arguments = " ".join(filter(None, ["-tcp" if job.tcp else "", job.mpi_args or ""]))
+            command += [f"--stdio_{stream}", os.path.join(options.output_filename, stream)]
+    arguments = " ".join(filter(None, ["-tcp" if options.tcp_flag else "", options.mpi_args or ""]))
     if arguments:
         command += ["--smpiargs", arguments]
-    return [*command, *split_option("--binding-args", job.binding_args), *job.request.command]
+    return [*command, *split_option("--binding-args", options.binding_args), *request.command]

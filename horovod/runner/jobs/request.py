@@ -1,7 +1,8 @@
 """Describe a job with fixed ranks: what to run, where, and what the workers of each host get.
 
-`make_request` makes a `JobRequest` from the options, for `run_job`, `controllers` and `host_check`.
-The launcher for Spark makes its own. `worker_specs` derives from it what an agent needs to start
+`make_request` makes a `JobRequest` from the options, for `run_job`, `controllers` and `host_check`;
+`make_worker_request` makes the part that elastic jobs have too. The launcher for Spark makes its
+own. `worker_specs` derives from it what an agent needs to start
 the workers of its host. `describe_plan` says in words what a job would start, where and how, for
 ``horovodrun --dry-run``: it starts nothing and contacts no host, and only looks up addresses.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 from horovod.common.joining.addresses import LOOPBACK
 from horovod.common.topology import Slot
+from horovod.observe.reports.amounts import count_of
 from horovod.runner.agents.agent_set import WorkerRequest
 from horovod.runner.agents.host_agent import HostAgent, WorkerSpec, start_command
 from horovod.runner.agents.local_host import usable_cores
@@ -60,6 +62,23 @@ class JobRequest(WorkerRequest):
         return all(is_local(name) for name in self.hosts)
 
 
+def make_worker_request(
+    options: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]
+) -> WorkerRequest:
+    """Return what the workers of any job run, and how they are started; see `make_request`."""
+    timeout = settings(options, env).start_timeout
+    return WorkerRequest(
+        command=command,
+        env={**env, **settings_environment(options, env)},
+        cwd=os.getcwd(),
+        starter=make_starter(options, env, timeout),
+        nics=options.network_interfaces or (),
+        start_timeout=timeout,
+        cpu_bind=options.cpu_bind,
+        verbose=options.verbose,
+    )
+
+
 def make_request(
     options: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]
 ) -> JobRequest:
@@ -77,19 +96,8 @@ def make_request(
         slots = plan_slots(options.hosts, options.num_proc)
     except ValueError as error:
         raise LaunchError(str(error), status=2) from None
-    timeout = settings(options, env).start_timeout
-    return JobRequest(
-        command=command,
-        slots=slots,
-        env={**env, **settings_environment(options, env)},
-        cwd=os.getcwd(),
-        starter=make_starter(options, env, timeout),
-        nics=options.network_interfaces or (),
-        start_timeout=timeout,
-        cpu_bind=options.cpu_bind,
-        verbose=options.verbose,
-        attach=options.attach,
-    )
+    workers = make_worker_request(options, command, env)
+    return JobRequest(**vars(workers), slots=slots, attach=options.attach)
 
 
 def worker_specs(request: JobRequest, agent: HostAgent) -> list[WorkerSpec]:
@@ -116,34 +124,26 @@ def describe_threads(request: JobRequest, agents: Iterable[HostAgent]) -> list[s
     Without --verbose there are only those about hosts with more workers than cores: these are slow.
     """
     chosen = request.env.get("OMP_NUM_THREADS")
-    alike: dict[tuple[int, int, int], list[str]] = {}
+    alike: dict[tuple[int, int], list[str]] = {}
     for agent in agents:
         if agent.link.own_variables is None:
             continue  # the cluster that offers the host decides on threads
-        facts = (_threads(request, agent), _cores(agent), len(neighbours(request, agent.name)))
+        facts = (agent.cores, len(neighbours(request, agent.name)))
         alike.setdefault(facts, []).append(agent.name)
     sentences = []
-    for (threads, cores, workers), names in alike.items():
+    for (cores, workers), names in alike.items():
+        threads = threads_per_worker(cores, workers)
         where = "" if len(alike) == 1 else f" on {', '.join(names)}"
         if workers > cores:
-            many = "1 core" if cores == 1 else f"{cores} cores"
+            many = count_of(cores, "core")
             each = f", with OMP_NUM_THREADS={chosen or threads} for each"
             sentences.append(f"{workers} ranks share {many}{where}{each}. {CROWDED_ADVICE}")
         elif request.verbose and not chosen:
-            plural = "" if workers == 1 else "s"
             sentences.append(
-                f"OMP_NUM_THREADS={threads} for each worker{where} ({cores} cores, {workers} "
-                f"worker{plural}); set it yourself to choose otherwise"
+                f"OMP_NUM_THREADS={threads} for each worker{where} ({cores} cores, "
+                f"{count_of(workers, 'worker')}); set it yourself to choose otherwise"
             )
     return sentences
-
-
-def _threads(request: JobRequest, agent: HostAgent) -> int:
-    return threads_per_worker(_cores(agent), len(neighbours(request, agent.name)))
-
-
-def _cores(agent: HostAgent) -> int:
-    return int((agent.hello or {})["cores"])
 
 
 def neighbours(request: JobRequest, name: str) -> list[Slot]:

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING
 
 from horovod.common.store import MemoryStore
 from horovod.observe.dashboard.watching import open_watcher, title_of, watched_environment
-from horovod.runner.agents.agent_set import AgentSet, WorkerRequest
+from horovod.runner.agents.agent_set import AgentSet
 from horovod.runner.agents.channel import ChannelLink
 from horovod.runner.agents.controller import JobController
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.starters import make_starter
 from horovod.runner.jobs.fixed_ranks import FixedRanks
-from horovod.runner.jobs.request import JobRequest, make_request
-from horovod.runner.options.tunables import settings, settings_environment
+from horovod.runner.jobs.request import JobRequest, make_request, make_worker_request
+from horovod.runner.options.tunables import settings
 from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import Outputs
 from horovod.runner.output.report import LaunchError, Outcome
@@ -78,7 +77,6 @@ def run_job(
     if any(is_local(name) for name in request.hosts):
         find_command(command[0], request.env.get("PATH"))
     with watch() as watcher:
-        request = replace(request, env=watched_environment(request.env, watcher))
         return _run_request(options, request, store, console, watcher)
 
 
@@ -118,7 +116,6 @@ def _run_joined(
         options.hosts += [Host(n, link.slots) for n, link in links.items() if n not in known]
         request = make_request(options, command, environ)
         with watch() as watcher:
-            request = replace(request, env=watched_environment(request.env, watcher))
             return _run_request(options, request, store, console, watcher, links)
     finally:
         server.close()
@@ -155,6 +152,7 @@ def _run_request(
         assert links is not None
         return links[name].start_agent(name) if name in links else HostAgent(name)
 
+    request = replace(request, env=watched_environment(request.env, watcher))
     outputs = Outputs(
         console, options.output_ranks, options.attach, watcher, options.output_filename
     )
@@ -257,16 +255,8 @@ def run_elastic_job(
         start_timeout=config.start_timeout,
         answer_timeout=config.elastic_answer_timeout,
     )
-    request = WorkerRequest(
-        command=command,
-        env=watched_environment({**env, **settings_environment(options, env)}, watcher),
-        cwd=os.getcwd(),
-        starter=make_starter(options, env, config.start_timeout),
-        nics=options.network_interfaces or (),
-        start_timeout=config.start_timeout,
-        cpu_bind=options.cpu_bind,
-        verbose=options.verbose,
-    )
+    request = make_worker_request(options, command, env)
+    request = replace(request, env=watched_environment(request.env, watcher))
     manager = HostManager(
         joined or getattr(options, "discovery", None) or make_discovery(options),
         options.blacklist_cooldown_range,

@@ -93,6 +93,24 @@ def make_options(
     return _read(make_parser(), argv, environ)
 
 
+def as_words(values: Mapping[str, object]) -> list[str]:
+    """Return the words of a command line.
+
+    Args:
+        values: The value of each option. True stands for a switch that is on, a list for several
+            words; None and False leave the option out.
+    """
+    words: list[str] = []
+    for flag, value in values.items():
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, (list, tuple)):
+            words += [flag, *map(str, value)]
+        elif value is not None and value is not False:
+            words.append(f"{flag}={value}")
+    return words
+
+
 def _read(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, environ: Mapping[str, str]
 ) -> argparse.Namespace:
@@ -240,7 +258,7 @@ def _settle_job(options: argparse.Namespace) -> None:
         )
     if not (options.command and options.command[0]) and not options.check:
         raise ValueError(
-            f"say what to run, for example: horovodrun {_how_many(options)} python train.py"
+            f"say what to run, for example: horovodrun {_size_option(options)} python train.py"
         )
     if not options.hosts and options.host_discovery_script is None and options.listen is None:
         options.hosts = [Host("localhost", options.num_proc)]
@@ -248,7 +266,7 @@ def _settle_job(options: argparse.Namespace) -> None:
         options.network_interfaces = list(dict.fromkeys(options.network_interfaces))
 
 
-def _how_many(options: argparse.Namespace) -> str:
+def _size_option(options: argparse.Namespace) -> str:
     if options.scaling is None:
         return f"-np {options.num_proc}"
     return f"--scaling {','.join(map(str, options.scaling))}"
@@ -256,7 +274,7 @@ def _how_many(options: argparse.Namespace) -> str:
 
 def _settle_scaling(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Check the options of a scaling study, which says itself how many processes there are."""
-    given = _given(parser, options, ("repeat", "scaling_output", "scaling_published"))
+    given = _given_flags(parser, options, ("repeat", "scaling_output", "scaling_published"))
     given += ["--strong"] if options.strong else []
     if options.scaling is None:
         if given:
@@ -264,7 +282,9 @@ def _settle_scaling(parser: argparse.ArgumentParser, options: argparse.Namespace
         return
     if options.num_proc is not None:
         raise ValueError("argument --scaling: it says how many processes to run; leave out -np")
-    elastic = _given(parser, options, ("host_discovery_script", "min_num_proc", *_NEEDS_ELASTIC))
+    elastic = _given_flags(
+        parser, options, ("host_discovery_script", "min_num_proc", *_NEEDS_ELASTIC)
+    )
     if elastic:
         raise ValueError(
             f"argument --scaling: not possible in an elastic job, whose size changes; leave out "
@@ -337,17 +357,17 @@ def _notices(
     if options.disable_cache:
         found.append("--disable-cache has no effect: nothing is kept between jobs")
     if not options.elastic:
-        given = _given(parser, options, _NEEDS_ELASTIC)
+        given = _given_flags(parser, options, _NEEDS_ELASTIC)
         found += [f"{flag} has no effect: this job is not elastic" for flag in given]
     if not (options.use_mpi or options.use_jsrun):
-        given = _given(parser, options, _NEEDS_MPIRUN)
+        given = _given_flags(parser, options, _NEEDS_MPIRUN)
         found += [f"{flag} has no effect without --mpi or --jsrun" for flag in given]
         if options.mpi_threads_disable and settings(options, environ).cpu_operations != "mpi":
             found.append("--mpi-threads-disable has no effect: MPI carries nothing in this job")
     return found
 
 
-def _given(
+def _given_flags(
     parser: argparse.ArgumentParser, options: argparse.Namespace, names: Sequence[str]
 ) -> list[str]:
     """Return the options that set these attributes, if they have a value."""

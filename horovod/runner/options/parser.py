@@ -11,7 +11,7 @@ import argparse
 from horovod.runner.options import syntax, values
 from horovod.runner.options.completion import SHELLS
 from horovod.runner.options.plan import add_plan
-from horovod.runner.options.syntax import Deprecated, HelpFormatter, Parser, ShowText
+from horovod.runner.options.syntax import Deprecated, HelpFormatter, Parser
 from horovod.runner.options.tunables import ELASTIC, LIBRARIES, SECTIONS, Tunable, help_text
 from horovod.runner.slots.hosts import parse_hosts
 
@@ -349,8 +349,8 @@ def _add_information(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-h",
         "--help",
-        action=ShowText,
-        text=syntax.SHORT_HELP,
+        action="version",  # it prints a text and ends the program
+        version=syntax.SHORT_HELP,
         help="Show the options that most jobs need, with examples, and exit.",
     )
     group.add_argument("--help-all", action="help", help="Show all options and exit.")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -47,24 +46,6 @@ class Deprecated(argparse.Action):
     ) -> None:
         setattr(namespace, self.dest, self.const)
         namespace.notices.append(f"{option_string} is deprecated; use {self.instead}")
-
-
-class ShowText(argparse.Action):
-    """A switch that prints a text and ends the program."""
-
-    def __init__(self, *, text: str, dest: str, option_strings: Sequence[str], help: str) -> None:
-        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
-        self.text = text
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> NoReturn:
-        sys.stdout.write(self.text)
-        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):

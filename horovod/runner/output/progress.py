@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from horovod.common.topology import Slot
+from horovod.observe.reports.amounts import count_of, join_words
 from horovod.runner.output.console import Colour, Console
 
 _FIRST_DRAWN = 1.0
@@ -82,9 +83,7 @@ class Progress:
 
 def list_some(names: Sequence[str]) -> str:
     """Return ``a, b and c``, or the first few names and how many more there are."""
-    if len(names) > _NAMED:
-        return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+    return join_words(names, _NAMED)
 
 
 class StartProgress:
@@ -134,8 +133,7 @@ class StartProgress:
         called = self.in_init - self.ended
         absent = [slot for slot in self._slots if slot.rank not in self.in_init | self.ended]
         if absent and not called and nothing_said:
-            ranks = "1 rank" if size == 1 else f"{size} ranks"
-            return f"starting {ranks}: no output and no hvd.init() so far"
+            return f"starting {count_of(size, 'rank')}: no output and no hvd.init() so far"
         if not called or not absent:  # a script need not call it at all
             return ""
         others = self._list_some(absent)

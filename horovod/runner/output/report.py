@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from horovod.observe.reports.amounts import align_columns, count_of
 from horovod.runner.output.console import Console
 from horovod.runner.output.lines import Line
 
@@ -213,12 +214,7 @@ def describe_failure(outcome: Outcome, tail: Sequence[str], log: str | None = No
     else:
         return ""
     rows.insert(0, ("rank", "host", "pid", "ended with"))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    table = [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    table = [f"  {line}" for line in align_columns(rows)]
     text = [
         "",
         "Horovod detected that one or more processes exited with non-zero status, and ended the "
@@ -280,6 +276,6 @@ def _others(outcome: Outcome, first: Exit | None) -> list[str]:
     ranks = ", ".join(str(one.rank) for one in sorted(later, key=lambda one: one.rank))
     which = f"Rank {ranks}" if len(later) == 1 else f"Ranks {ranks}"
     if first is not None and all(one.because_of is not None for one in later):
-        count = f"{len(later)} other rank{'' if len(later) == 1 else 's'}"
+        count = count_of(len(later), "other rank")
         return ["", f"{count} failed because of it ({format_ranks([one.rank for one in later])})."]
     return ["", f"{which} failed after it: for the same reason, or because it was gone."]

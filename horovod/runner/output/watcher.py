@@ -190,13 +190,3 @@ class Status:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def count_of(number: int, thing: str) -> str:
-    """Return a number and a noun, such as ``3 workers``."""
-    return f"{number} {thing}{'' if number == 1 else 's'}"
-
-
-def join_words(words: Sequence[str]) -> str:
-    """Return ``a, b and c``."""
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

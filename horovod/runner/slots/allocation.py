@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from horovod.common.environments.slurm import tasks_per_node
+from horovod.observe.reports.amounts import count_of
 from horovod.runner.slots.hosts import (
     COMMA,
     Host,
@@ -52,10 +53,8 @@ class Allocation:
         return sum(counts) if len(counts) == len(self.hosts) else None
 
     def __str__(self) -> str:
-        nodes = _count_of(len(self.hosts), "node")
-        return f"{self.name}: {nodes}" + (
-            f", {_count_of(self.slots, 'slot')}" if self.slots else ""
-        )
+        nodes = count_of(len(self.hosts), "node")
+        return f"{self.name}: {nodes}" + (f", {count_of(self.slots, 'slot')}" if self.slots else "")
 
     def check_size(self, num_proc: int | None) -> None:
         """Raise `ValueError` if there are too few slots, or if no number of processes is known."""
@@ -304,10 +303,6 @@ def _lines(variable: str, path: str, read_lines: ReadLines) -> Sequence[str]:
 def _read_lines(path: str) -> list[str]:
     with open(path, encoding="utf-8", errors="replace") as file:
         return file.read().splitlines()
-
-
-def _count_of(number: int | None, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 READERS = (

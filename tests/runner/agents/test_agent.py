@@ -14,14 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod.runner.agents.host_agent import (
-    AgentEnded,
-    AgentEvent,
-    Event,
-    HostAgent,
-    WorkerOutput,
-    WorkerSpec,
-)
+from horovod.runner.agents.host_agent import AgentEvent, HostAgent, WorkerSpec
 from tests.runner.horovodrun import HANG
 
 ENV = {"PATH": os.environ["PATH"], "COMMON": "yes"}
@@ -32,7 +25,7 @@ class Talk:
 
     def __init__(self) -> None:
         self.agent = HostAgent("here")
-        self.events: list[Event] = []
+        self.events: list[AgentEvent] = []
 
     def until(self, done: Callable[[], bool]) -> None:
         """Read until the condition holds."""
@@ -48,11 +41,10 @@ class Talk:
                 self.agent.flush()
             if readable:
                 self.events += self.agent.read()
-            assert done() or AgentEnded(False) not in self.events, self.agent.last_words
+            assert done() or ("ended", False) not in self.events, self.agent.last_words
 
     def said(self, kind: str) -> list:
-        events = [each for each in self.events if isinstance(each, AgentEvent)]
-        return [each.content for each in events if each.kind == kind]
+        return [each.content for each in self.events if each.kind == kind]
 
     def exits(self) -> dict[int, int]:
         return {worker: code for batch in self.said("exited") for worker, code in batch}
@@ -61,8 +53,8 @@ class Talk:
         return {each["id"]: each["pid"] for each in self.said("started")}
 
     def output(self, worker: int, stream: str = "stdout") -> bytes:
-        outputs = [each for each in self.events if isinstance(each, WorkerOutput)]
-        return b"".join(e.data for e in outputs if (e.worker, e.stream) == (worker, stream))
+        outputs = self.said("output")
+        return b"".join(data for *source, data in outputs if source == [worker, stream])
 
     def start(self, *workers: tuple[int, str], cwd: str = "/", bind=None, **env: str) -> None:
         specs = [
@@ -108,7 +100,7 @@ def test_workers_start_at_any_time_and_the_agent_stays_until_told(talk: Talk):
     talk.until(lambda: 9 in talk.exits())
     assert talk.exits()[9] == -signal.SIGTERM
     talk.agent.finish()
-    talk.until(lambda: AgentEnded(True) in talk.events)
+    talk.until(lambda: ("ended", True) in talk.events)
 
 
 CHILD = """

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from horovod.runner.options.arguments import parse_args
 from horovod.runner.options.config_file import read_config_file, schema
-from horovod.runner.options.page import option_page
+from horovod.runner.options.page import generated_parts
 from horovod.runner.options.tunables import (
     TUNABLES,
     chosen_variables,
@@ -209,8 +209,7 @@ def test_any_text_is_values_or_a_value_error(tmp_path_factory, text: str):
 
 
 def test_the_example_in_the_documentation_sets_every_default(config):
-    example = option_page().partition("    controller:")
-    path = config(textwrap.dedent(example[1] + example[2]))
+    path = config(textwrap.dedent(generated_parts()["configuration"]))
     options = parse_args(["-np", "1", "--config-file", path, "cmd"], {})
     assert options.notices == []
     env = chosen_variables(options)
