@@ -21,7 +21,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine.arguments import movement_input, reduction_inputs, set_id
+from horovod.engine.arguments import movement_inputs, reduction_inputs, set_id
 from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.execution.prepared import PreparedAllreduce
 from horovod.engine.request import Request, caller
@@ -31,13 +31,6 @@ from horovod.engine.submission import check_adasum
 Tensors = list[torch.Tensor]
 Finish = Callable[[Any], Tensors]
 Phase = Literal["whole", "start", "finish"]
-
-# torch has these unsigned types but cannot move them, so they travel as signed types.
-_SIGNED = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
 
 # The name of compiled calls without one. They can share it, because they run one after the other.
 _COMPILED_NAME = "jit"
@@ -170,13 +163,13 @@ def _allreduce(call: Call, tensors: Tensors, background: bool) -> tuple[Request,
 
 
 def _allgather(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
-    sources = [movement_input(_to_signed(tensor)) for tensor in tensors]
+    sources = movement_inputs(tensors)
     return runtime.submit(call.collective(), sources, background=background), list
 
 
 def _broadcast(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
     """Broadcast tensors; several travel as one tensor of bytes, whose labels describe them."""
-    sources = [movement_input(_to_signed(tensor)) for tensor in tensors]
+    sources = movement_inputs(tensors)
     if len(sources) == 1:
         packed, labels = sources[0], call.labels
         output = torch.empty_like(packed)
@@ -202,7 +195,7 @@ def _alltoall(call: Call, tensors: Tensors, background: bool) -> tuple[Request, 
 
     Several tensors travel as one, whose rows are the concatenated bytes of their rows.
     """
-    sources = [movement_input(_to_signed(tensor)) for tensor in tensors]
+    sources = movement_inputs(tensors)
     if len(sources) == 1:
         packed, labels = sources[0], call.labels
     else:
@@ -236,12 +229,6 @@ _START: dict[str, Callable[[Call, Tensors, bool], tuple[Request, Finish]]] = {
     "reducescatter": _reducescatter,
     "alltoall": _alltoall,
 }
-
-
-def _to_signed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of an unsigned tensor as a signed one; return other tensors unchanged."""
-    dtype = _SIGNED.get(tensor.dtype)
-    return tensor if dtype is None else tensor.view(dtype)
 
 
 def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import tensorflow as tf
 import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.arguments import movement_inputs
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 from horovod.tensorflow.ops import bridge
@@ -23,7 +24,6 @@ from horovod.tensorflow.ops.call import (
     make_differentiable,
     restore_types,
     spec_with_any_rows,
-    to_movable,
 )
 from horovod.tensorflow.ops.reduction import AVERAGE, reduce
 
@@ -95,7 +95,7 @@ def gather(call: Call, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
         allgather = Collective(Kind.ALLGATHER, name, call.set_id)
-        request = runtime.submit(allgather, to_movable(sources), background=False)
+        request = runtime.submit(allgather, movement_inputs(sources), background=False)
         return restore_types(bridge.wait(request), sources)
 
     def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:

@@ -12,6 +12,7 @@ import tensorflow as tf
 import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.arguments import movement_inputs
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 from horovod.tensorflow.ops import bridge
@@ -21,7 +22,6 @@ from horovod.tensorflow.ops.call import (
     make_differentiable,
     restore_types,
     spec_like,
-    to_movable,
 )
 from horovod.tensorflow.ops.info_ops import own_rank
 from horovod.tensorflow.ops.reduction import AVERAGE, reduce
@@ -57,7 +57,7 @@ def broadcast(
     call = Call("HorovodBroadcast", name, ignore_name_scope, process_set)
 
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
-        (source,) = to_movable(sources)
+        (source,) = movement_inputs(sources)
         output = torch.empty_like(source)
         broadcast = Collective(Kind.BROADCAST, name, call.set_id, root_rank=root_rank)
         bridge.wait(runtime.submit(broadcast, [source], [output], background=False))

@@ -16,17 +16,10 @@ import torch
 from tensorflow.python.eager.record import could_possibly_record
 
 from horovod.common.process_sets import ProcessSet
-from horovod.engine.arguments import movement_input, set_id
+from horovod.engine.arguments import set_id
 from horovod.engine.runtime import runtime
 from horovod.tensorflow.ops import bridge
 from horovod.tensorflow.ops.errors import InvalidArgumentError
-
-# torch has these unsigned types but cannot move them, so they travel as signed types.
-_CARRIERS = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
 
 
 @dataclasses.dataclass
@@ -158,16 +151,6 @@ def spec_with_any_rows(tensor: tf.Tensor) -> tf.TensorSpec:
     """Return the specification of an output like an input, but with any number of rows."""
     shape = tensor.shape[1:] if tensor.shape.rank else None
     return tf.TensorSpec(None if shape is None else [None, *shape], tensor.dtype)
-
-
-def to_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors in types that the engine can move."""
-    return [
-        tensor.view(_CARRIERS[tensor.dtype])
-        if tensor.dtype in _CARRIERS
-        else movement_input(tensor)
-        for tensor in tensors
-    ]
 
 
 def restore_types(
