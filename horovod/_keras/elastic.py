@@ -9,7 +9,6 @@ such tensors. The next commit uses the same memory again.
 
 from __future__ import annotations
 
-import functools
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,9 +21,9 @@ from horovod._keras.callbacks import HorovodCallback
 from horovod._keras.flavour import backend_of
 from horovod._keras.rebuild import has_state
 from horovod._keras.variables import optimizer_variables
-from horovod.common.elastic import ObjectState, State, run_fn
+from horovod.common.elastic import ObjectState, State
 from horovod.common.exceptions import raise_our_errors
-from horovod.elastic.worker import this_worker
+from horovod.elastic.worker import run_with_our_errors
 from horovod.engine.basics import HorovodBasics
 from horovod.engine.runtime import runtime
 from horovod.torch.elastic.snapshot import Snapshots
@@ -59,13 +58,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         >>> @hvd.elastic.run
         ... def train(state): ...
     """
-
-    @functools.wraps(func)
-    def with_our_errors(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with raise_our_errors():
-            return func(state, *args, **kwargs)
-
-    return run_fn(with_our_errors, _reset, this_worker)
+    return run_with_our_errors(func, _reset)
 
 
 def _reset() -> None:

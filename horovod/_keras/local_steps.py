@@ -61,18 +61,18 @@ class LocalStepsCallbackBase(HorovodCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps = 0  # those of the warm-up included
-        self._local_steps = 0  # since they began in this training
+        self._steps = 0  # counts steps, including those of the warm-up
+        self._local_steps = 0  # counts local steps of this training
         self._first_batch = 0
         self._has_begun = False  # whether this training has come to its local steps
-        self._fragments: list[Fragment] = []  # of the tensors that mirror the model's weights
-        self._mirror: dict[str, Mirrored] = {}  # by the names in the fragments
-        self._state: list[Mirrored] = []  # of the optimizer, which is averaged with fragment 0
+        self._fragments: list[Fragment] = []  # consist of tensors that mirror the model's weights
+        self._mirror: dict[str, Mirrored] = {}  # the weights, by their names in the fragments
+        self._state: list[Mirrored] = []  # the optimizer's, averaged with fragment 0
         self._saved: list[Content] | None = None  # what the fragments of the next training have
         self._distribution: Distribution
-        self._other_reduction: Any = None  # with `within`: the one that is not in use
+        self._other_reduction: Any = None  # the one that is not in use, if there is a `within`
 
-    # -- when ------------------------------------------------------------------------------
+    # -- the schedule ----------------------------------------------------------------------
 
     def on_train_begin(self, logs: Any = None) -> None:
         model = self.model
@@ -147,10 +147,10 @@ class LocalStepsCallbackBase(HorovodCallback):
         model.train_function = None  # a compiled step has the other way in it
         model.make_train_function(force=True)
 
-    # -- what ------------------------------------------------------------------------------
+    # -- a synchronisation -----------------------------------------------------------------
 
     def _agree(self) -> None:
-        """Refuse ranks with other settings, and let all count from where rank 0 is. Collective."""
+        """Refuse ranks with other settings, and give all the root's counts of steps. Collective."""
         process_set = self._distribution.options.process_set
         settings = self._distribution.options.schedule.settings()
         everyone = allgather_object(settings, "local_steps.agreement", process_set)
@@ -180,7 +180,7 @@ class LocalStepsCallbackBase(HorovodCallback):
         self._fragments = make_fragments(named, self._distribution.options.schedule)
 
     def _begin(self) -> None:
-        """Make where the root is, and its outer momentum, the beginning of all ranks."""
+        """Let all ranks begin with the root's weights and outer momentum. Collective."""
         process_set = self._distribution.options.process_set
         is_new = self._saved is None or not any(each["anchors"] for each in self._saved)
         self._mirror_state()

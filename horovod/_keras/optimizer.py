@@ -229,7 +229,7 @@ def _make_distributed(optimizer: Any, distribution: Distribution, make: Any) -> 
 
 
 def reduction_among(process_set: ProcessSet, distribution: Distribution, optimizer: Any) -> Any:
-    """Return what reduces gradients as the optimizer's distribution does, over other ranks."""
+    """Return an object that reduces gradients as the distribution does, over other ranks."""
     among = dataclasses.replace(distribution.options, process_set=process_set)
     reduction = _make_reduction(among, backend_of(optimizer))
     reduction._local = distribution.reduce._local  # the variables that are passed to register_local

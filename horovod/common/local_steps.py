@@ -1,4 +1,4 @@
-"""What all bindings share of local steps: when ranks synchronise, and the outer step that follows.
+"""The part of local steps that all bindings share: when ranks synchronise, and the outer step.
 
 Users ask for it with ``DistributedOptimizer(..., local_steps=H, outer=hvd.OuterSGD())``. How far
 the ranks have moved since the last synchronisation, on average and with its sign turned round, is a
@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from horovod.common.process_sets import ProcessSet
 
-HOST: Final = "host"  # for `within`: the ranks of a host are a cluster
+HOST: Final = "host"  # a value of `within`: the ranks of each host form a cluster
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class OuterSGD:
         Args:
             anchor: Where the ranks were after the last synchronisation.
             gradient: The outer gradient.
-            momentum: What the outer step before left, zeros before the first. None where no
-                momentum is kept.
+            momentum: The momentum after the last outer step, zeros before the first one. None if
+                the optimizer keeps no momentum.
 
         Returns:
             The new anchor, and the new momentum or None.
@@ -90,7 +90,7 @@ class LocalSchedule:
 
     @property
     def steps(self) -> int:
-        """Local steps between two synchronisations."""
+        """The number of local steps between two synchronisations."""
         assert self.local_steps is not None
         return self.local_steps
 
@@ -101,7 +101,7 @@ class LocalSchedule:
 
     @property
     def local_share(self) -> float:
-        """What remains of a rank's own parameters in a synchronisation."""
+        """The share of a rank's own parameters that a synchronisation keeps, from 0 to 1."""
         return (0.5 if self.delay else 0.0) if self.alpha is None else self.alpha
 
     def first_turn(self, number: int) -> int:
@@ -112,7 +112,7 @@ class LocalSchedule:
         return (number + 1) * self.steps // self.fragments
 
     def settings(self) -> dict[str, str]:
-        """What must be equal on all ranks, by the names of the arguments."""
+        """Return the settings that must be equal on all ranks, by the names of the arguments."""
         shown = {field.name: str(getattr(self, field.name)) for field in fields(self)}
         if isinstance(self.within, ProcessSet):
             shown["within"] = "a process set"  # each rank has one of its own

@@ -52,9 +52,9 @@ class Call:
     ranks: tuple[int, ...] | None = None  # the ranks of the process set; None for all ranks
     splits: tuple[int, ...] | None = None
     labels: tuple[str, ...] = ()  # the paths of a tree's leaves
-    size: int | None = None  # of the process set, if the shapes of a compiled program depend on it
+    size: int | None = None  # the set's size, if a program's shapes depend on it
     ends_step: bool = False  # whether the call reduces the gradients of a step
-    phase: Phase = "whole"  # of an allreduce in two calls, see `_run_phase`
+    phase: Phase = "whole"  # the part of an allreduce in two calls: see `_run_phase`
     source_line: tuple[str, int] = ("", 0)  # file and line of the user's call, for messages
 
     @classmethod
@@ -269,11 +269,16 @@ def _describe(labels: Sequence[str], tensors: Tensors, any_rows: bool = False) -
 _prepared: dict[tuple[Call, tuple[Any, ...]], PreparedAllreduce] = {}
 
 
-def _reduce_compiled(call: Call, sources: Tensors, targets: Tensors) -> None:
-    """Reduce in the memory of the results; repeated reductions take the engine's prepared path."""
+def fill(targets: Tensors, sources: Tensors) -> None:
+    """Copy the sources into the targets, except those that share their memory."""
     for source, target in zip(sources, targets, strict=True):
         if source.data_ptr() != target.data_ptr():
             target.copy_(source)
+
+
+def _reduce_compiled(call: Call, sources: Tensors, targets: Tensors) -> None:
+    """Reduce in the memory of the results; repeated reductions take the engine's prepared path."""
+    fill(targets, sources)
     forms = tuple((target.dtype, target.shape) for target in targets)
     on_host = targets[0].is_cpu
     prepared = _prepared.get((call, forms)) if on_host else None
@@ -300,7 +305,7 @@ class _Exchange(NamedTuple):
     """An allreduce that one call has started, and that another will finish."""
 
     topology: Any  # the job in which it was started
-    number: int  # that both calls have in common
+    number: int  # the number that both calls have in common
     request: Request
     tensors: Tensors
 
@@ -317,9 +322,7 @@ def _run_phase(call: Call, sources: Tensors, targets: Tensors) -> None:
     whole. On a GPU it always does: there the program's stream waits for it, and no other stream is
     at hand.
     """
-    for source, target in zip(sources, targets, strict=True):
-        if source.data_ptr() != target.data_ptr():
-            target.copy_(source)
+    fill(targets, sources)
     tensors = targets[1:]
     if not targets[0].is_cpu:
         if call.phase == "finish":
@@ -329,7 +332,7 @@ def _run_phase(call: Call, sources: Tensors, targets: Tensors) -> None:
     key = call.ranks, call.name, owner
     topology = runtime.topology
     for (_, name, _), exchange in _under_way.items():
-        # No two of one name at a time. Those of an earlier job are over.
+        # At most one exchange of a name may run. Exchanges of an earlier job are over.
         is_current = exchange.topology is topology
         if name == call.name and is_current and not exchange.request.finished:
             exchange.request.wait()

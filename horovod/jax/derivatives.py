@@ -35,7 +35,7 @@ def differentiable(run: Run, send_back: Callable[..., list[Any]]) -> Run:
             must make the same calls.
 
     Returns:
-        The function. An empty list of arrays needs no call.
+        The function. An empty list of arrays needs no call, and outside of programs no `run`.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -65,6 +65,8 @@ def differentiable(run: Run, send_back: Callable[..., list[Any]]) -> Run:
     def run_or_record(call: Call, arrays: list[Any]) -> list[Any]:
         if not arrays:
             return []
-        return list(recorded(call, arrays)) if dispatch.is_traced(arrays) else run(call, arrays)
+        if not dispatch.is_traced(arrays):
+            return dispatch.run_now(call, arrays)
+        return list(recorded(call, arrays))
 
     return run_or_record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -10,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from horovod.common.elastic import ObjectState, State, run_fn
-from horovod.common.exceptions import raise_our_errors
-from horovod.elastic.worker import this_worker
+from horovod.common.elastic import ObjectState, State
+from horovod.elastic.worker import run_with_our_errors
 from horovod.engine.runtime import runtime
 from horovod.jax.arrays import check_one_device, device_of, to_torch
 from horovod.jax.basics import init, shutdown
@@ -42,13 +40,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     Returns:
         A function with the same arguments, which returns what `func` returns.
     """
-
-    @functools.wraps(func)
-    def with_our_errors(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with raise_our_errors():
-            return func(state, *args, **kwargs)
-
-    return run_fn(with_our_errors, _reset, this_worker)
+    return run_with_our_errors(func, _reset)
 
 
 def _reset() -> None:

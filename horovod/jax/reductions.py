@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from horovod.common import compression as compress
 from horovod.common.optimizer_options import OptimizerOptions
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
@@ -309,13 +311,9 @@ def check_types(call: Call, arrays: Sequence[Any]) -> None:
 
 
 def run_compressed(run: Run, call: Call, leaves: Leaves, compression: type[Compressor]) -> Any:
-    """Run a call on the leaves of a tree, compressed; return the tree of results, decompressed."""
-    pairs = [compression.compress(array) for array in leaves.arrays]
-    results = run(call, [array for array, _ in pairs])
-    return leaves.rebuild(
-        compression.decompress(array, context)
-        for array, (_, context) in zip(results, pairs, strict=True)
-    )
+    """Run a call on the compressed leaves of a tree, and return the tree of its results."""
+    results = compress.run_compressed(functools.partial(run, call), leaves.arrays, compression)
+    return leaves.rebuild(results)
 
 
 def _send_back_reduced(back: Call, gradients: list[Any], _: list[int]) -> list[Any]:
@@ -328,10 +326,11 @@ _reduce_differentiably = differentiable(dispatch.run, _send_back_reduced)
 
 def _reduce(call: Call, arrays: list[Any]) -> list[Any]:
     """Reduce arrays, at once or as part of a program."""
+    if not dispatch.is_traced(arrays):
+        return dispatch.run_now(call, arrays) if arrays else []
     # In a program a single rank needs no call, unless the user wants its steps counted.
-    if dispatch.is_traced(arrays) and not runtime.is_elastic():
-        is_single = runtime.group(call.set_id).size == 1
-        if is_single and not (call.ends_step and runtime.config.stats_interval is not None):
-            factor = call.reduction.prescale_factor * call.reduction.postscale_factor
-            return arrays if factor == 1.0 else [(a * factor).astype(a.dtype) for a in arrays]
+    is_single = not runtime.is_elastic() and runtime.group(call.set_id).size == 1
+    if is_single and not (call.ends_step and runtime.config.stats_interval is not None):
+        factor = call.reduction.prescale_factor * call.reduction.postscale_factor
+        return arrays if factor == 1.0 else [(a * factor).astype(a.dtype) for a in arrays]
     return _reduce_differentiably(call, arrays)

@@ -43,7 +43,7 @@ class FabricStrategy(HorovodBase):
             )
         super().__init__(**options)
         self._backward_sync_control = _SyncControl(self)
-        self._named_parameters: dict[str, Any] = {}  # of all modules that were set up
+        self._named_parameters: dict[str, Any] = {}  # those of all modules set up so far
 
     # -- the environment -------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class FabricStrategy(HorovodBase):
         modules.check_usable(module)
         modules.share_values(module, self.process_set)
         for name, param in module.named_parameters():
-            if name in self._named_parameters:  # of an earlier module
+            if name in self._named_parameters:  # an earlier module has it
                 name = f"{name}.{len(self._named_parameters)}"
             self._named_parameters[name] = param
         return module

@@ -40,7 +40,7 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):
         self._optimizer = optimizer
         self._compression = compression
         self._passes = backward_passes_per_step
-        self._counter: Any = None  # of steps since the last combination; None to combine each step
+        self._counter: Any = None  # counts steps since the last combination; None: combine each
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients of the wrapped optimizer, which are this rank's own."""

@@ -199,7 +199,7 @@ class _ServedByRankZero:
                 client.set(f"{_ARRIVED}/{self._topology.rank}", b"")
                 break
             except (ConnectionError, PermissionError, TimeoutError) as error:
-                # Nobody there, or somebody else: what an earlier run left behind. Ask again.
+                # The offer may be one that an earlier run left behind. Ask again.
                 if time.monotonic() + _RETRY_PAUSE >= deadline:
                     raise self._failure(bootstrap, error) from error
                 time.sleep(_RETRY_PAUSE)

@@ -17,14 +17,7 @@ from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 from horovod.tensorflow.ops import bridge
 from horovod.tensorflow.ops.bridge import as_tensor, without_autograph
-from horovod.tensorflow.ops.call import (
-    Call,
-    check_group,
-    for_floats,
-    make_differentiable,
-    restore_types,
-    spec_with_any_rows,
-)
+from horovod.tensorflow.ops.call import Call, check_group, restore_types, spec_with_any_rows
 from horovod.tensorflow.ops.reduction import AVERAGE, reduce
 
 
@@ -98,9 +91,6 @@ def gather(call: Call, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         request = runtime.submit(allgather, movement_inputs(sources), background=False)
         return restore_types(bridge.wait(request), sources)
 
-    def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:
-        return call.run(collective, inputs, [spec_with_any_rows(tensor) for tensor in inputs])
-
     def own_rows(gradients: list[tf.Tensor], indices: list[int]) -> list[tf.Tensor]:
         backward = call.backward()
         averaged = reduce(backward, gradients, AVERAGE)
@@ -113,10 +103,7 @@ def gather(call: Call, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             parts.append(part)
         return parts
 
-    def gradient(*gradients: Any) -> list[Any]:
-        return for_floats(own_rows, gradients, tensors)
-
-    return make_differentiable(forward, gradient, tensors)
+    return call.run_differentiably(collective, tensors, spec_with_any_rows, own_rows)
 
 
 def _first_rows(call: Call, counts: tf.Tensor) -> tf.Tensor:

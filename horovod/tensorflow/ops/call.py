@@ -51,8 +51,7 @@ class Call:
         outputs = bridge.run(
             self._with_step_count(function) if self.buckets else function,
             tensors,
-            [spec.dtype for spec in like],
-            [spec.shape for spec in like],
+            like,
             self.name if eager else self._op_name(tensors[0]),
             self.ignore_name_scope,
             self.wire_name,
@@ -60,6 +59,35 @@ class Call:
         if not eager and self.wire_name is None:
             self.wire_name = bridge.wire_name(outputs[0].op, self.ignore_name_scope)
         return outputs
+
+    def run_differentiably(
+        self,
+        function: bridge.Function,
+        tensors: Sequence[tf.Tensor],
+        spec_of: Callable[[tf.Tensor], tf.TensorSpec],
+        send_back: Callable[[list[tf.Tensor], list[int]], Sequence[tf.Tensor]],
+    ) -> list[tf.Tensor]:
+        """Do the same with results like `spec_of(tensor)`, which have gradients.
+
+        `send_back(gradients, indices)` returns the gradients of the inputs with these indices. It
+        gets those whose type allows a gradient, whether or not this rank needs them: all ranks must
+        make the same calls.
+        """
+
+        def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:
+            return self.run(function, inputs, [spec_of(tensor) for tensor in inputs])
+
+        def backward(*gradients: Any) -> list[Any]:
+            indices = [
+                i for i, t in enumerate(tensors) if t.dtype.is_floating or t.dtype.is_complex
+            ]
+            results: list[Any] = [None] * len(tensors)
+            computed = send_back([bridge.as_tensor(gradients[index]) for index in indices], indices)
+            for index, result in zip(indices, computed, strict=True):
+                results[index] = result
+            return results
+
+        return make_differentiable(forward, backward, tensors)
 
     def _with_step_count(self, function: bridge.Function) -> bridge.Function:
         """Return a function that also reports the end of a step to the statistics."""
@@ -113,24 +141,6 @@ def make_differentiable(
         return function(*inputs), gradient
 
     return list(recorded(*tensors))
-
-
-def for_floats(
-    function: Callable[[list[tf.Tensor], list[int]], Sequence[tf.Tensor]],
-    gradients: Sequence[Any],
-    tensors: Sequence[tf.Tensor],
-) -> list[Any]:
-    """Return gradients for `tensors`, computed by `function(gradients, indices)`.
-
-    `function` gets those whose type allows a gradient, whether or not this rank needs them: all
-    ranks must make the same calls.
-    """
-    indices = [i for i, t in enumerate(tensors) if t.dtype.is_floating or t.dtype.is_complex]
-    results: list[Any] = [None] * len(tensors)
-    computed = function([bridge.as_tensor(gradients[index]) for index in indices], indices)
-    for index, result in zip(indices, computed, strict=True):
-        results[index] = result
-    return results
 
 
 def check_group(tensors: Any) -> list[Any]:
