@@ -293,11 +293,7 @@ class CommitStateCallbackBase(HorovodCallback):
         self.state.commit()
 
 
-class _EpochIsComplete:
-    """The type of a true value for `stop_training` that ends the present epoch only."""
-
-
-_EPOCH_IS_COMPLETE = _EpochIsComplete()
+_EPOCH_IS_COMPLETE = object()  # a true value for `stop_training` that ends this epoch only
 
 
 class UpdateBatchStateCallbackBase(HorovodCallback):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -188,10 +189,6 @@ def _all_rows(array: Any, _: int, size: int) -> tuple[int, ...]:
     return size * array.shape[0], *array.shape[1:]
 
 
-def _gather_now(call: Call, arrays: list[Any]) -> list[Any]:
-    return dispatch.run_sized(call, arrays, _all_rows)
-
-
 def _send_back_own_rows(back: Call, gradients: list[Any], rows: list[int]) -> list[Any]:
     """Average the gradients over the ranks, and return this rank's rows."""
     average = dataclasses.replace(back, kind="allreduce", reduction=Reduction(Average))
@@ -203,7 +200,7 @@ def _send_back_own_rows(back: Call, gradients: list[Any], rows: list[int]) -> li
     ]
 
 
-_gather = differentiable(_gather_now, _send_back_own_rows)
+_gather = differentiable(partial(dispatch.run_sized, shape=_all_rows), _send_back_own_rows)
 
 
 def _first_rows(rows: list[int], call: Call, traced: bool) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from horovod.common.process_sets import ProcessSet, global_process_set
@@ -172,10 +173,6 @@ def _share(array: Any, rank: int, size: int) -> tuple[int, ...]:
     return each + (rank < extra), *array.shape[1:]
 
 
-def _scatter_now(call: Call, arrays: list[Any]) -> list[Any]:
-    return dispatch.run_sized(call, arrays, _share)
-
-
 def _send_back_gathered(back: Call, gradients: list[Any], rows: list[int]) -> list[Any]:
     """Gather the gradients; by upstream's convention, multiply those of a Sum by the set's size."""
     factor = back.reduction.prescale_factor * back.reduction.postscale_factor
@@ -189,4 +186,4 @@ def _send_back_gathered(back: Call, gradients: list[Any], rows: list[int]) -> li
     return [each * factor for each in gathered]
 
 
-_scatter = differentiable(_scatter_now, _send_back_gathered)
+_scatter = differentiable(partial(dispatch.run_sized, shape=_share), _send_back_gathered)

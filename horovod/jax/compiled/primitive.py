@@ -79,13 +79,10 @@ class HostFunction:
     """
 
     is_ordered: ClassVar[bool] = False
+    kind: ClassVar[str] = "function"
 
     function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     key: str
-
-    @property
-    def kind(self) -> str:
-        return "function"
 
     def to_text(self) -> str:
         return self.key
