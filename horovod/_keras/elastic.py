@@ -21,9 +21,9 @@ from horovod._keras.callbacks import HorovodCallback
 from horovod._keras.flavour import backend_of
 from horovod._keras.rebuild import has_state
 from horovod._keras.variables import optimizer_variables
-from horovod.common.elastic import ObjectState, State
+from horovod.common.elastic import ObjectState, State, run_fn
 from horovod.common.exceptions import raise_our_errors
-from horovod.elastic.worker import run_with_our_errors
+from horovod.elastic.worker import this_worker
 from horovod.engine.basics import HorovodBasics
 from horovod.engine.runtime import runtime
 from horovod.torch.elastic.snapshot import Snapshots
@@ -58,7 +58,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         >>> @hvd.elastic.run
         ... def train(state): ...
     """
-    return run_with_our_errors(func, _reset)
+    return run_fn(raise_our_errors()(func), _reset, this_worker)
 
 
 def _reset() -> None:

@@ -12,18 +12,17 @@ the steps since the last commit, like any failure.
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
-from horovod.common.elastic import State, Verdict, run_fn
-from horovod.common.exceptions import HorovodInternalError, raise_our_errors
+from horovod.common.elastic import Verdict
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.generations.membership import Membership, membership
 from horovod.common.logging import get_logger
 from horovod.common.reduce_op import Max
@@ -33,10 +32,6 @@ from horovod.engine.runtime import runtime
 logger = get_logger(__name__)
 
 _RANK_BITS = 32
-
-S = TypeVar("S", bound=State)
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Worker:
@@ -127,27 +122,6 @@ def this_worker() -> Worker | None:
     """Return this process as a worker of an elastic job; None if it is not in one."""
     member = membership()
     return None if member is None else Worker(member)
-
-
-def run_with_our_errors(
-    func: Callable[Concatenate[S, P], T], reset: Callable[[], None]
-) -> Callable[Concatenate[S, P], T]:
-    """Return `func` with recovery around it, for frameworks that put our errors into their own.
-
-    Args:
-        func: The training function. Its first argument is the state.
-        reset: Stops the engine and starts it again among the ranks that are there then.
-
-    Returns:
-        The function, as `run_fn` makes it.
-    """
-
-    @functools.wraps(func)
-    def with_our_errors(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with raise_our_errors():
-            return func(state, *args, **kwargs)
-
-    return run_fn(with_our_errors, reset, this_worker)
 
 
 def _maximum(numbers: torch.Tensor, name: str) -> None:

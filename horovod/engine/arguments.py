@@ -105,7 +105,7 @@ def movement_input(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def movement_inputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `movement_input` of tensors, of which unsigned ones travel as signed ones."""
+    """Return `movement_input` of all tensors; unsigned ones travel as signed ones."""
     return [
         movement_input(tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor)
         for tensor in tensors
@@ -160,7 +160,10 @@ def check_group(tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Te
 
 
 def check_splits(splits: Any) -> tuple[int, ...]:
-    """Return `alltoall`'s splits, a list or any framework's array, as integers; empty: equal."""
+    """Return `alltoall`'s splits as integers; empty means equal parts.
+
+    They are a list, or an array of torch, numpy or JAX.
+    """
     if hasattr(splits, "dtype"):
         is_torch = isinstance(splits, torch.Tensor)
         if splits.dtype != (torch.int32 if is_torch else "int32"):

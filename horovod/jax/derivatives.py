@@ -29,13 +29,14 @@ def differentiable(run: Run, send_back: Callable[..., list[Any]]) -> Run:
     Args:
         run: Runs a call, at once or as part of the program that is being traced. It may return more
             arrays than it gets; these have no gradients.
-        send_back: Returns gradients of the inputs. It gets a call to carry them, the gradients of
-            the results, the inputs' numbers of rows, and what `run` has returned in addition. It
-            gets those whose type allows a gradient, whether or not this rank needs them: all ranks
-            must make the same calls.
+        send_back: Returns the gradients of inputs. It gets a call to carry them, the gradients of
+            the results, the inputs' numbers of rows, and the additional results of `run`. All ranks
+            must make the same calls, so it gets the gradients of all inputs whose type allows one,
+            whether or not this rank needs them.
 
     Returns:
-        The function. An empty list of arrays needs no call, and outside of programs no `run`.
+        The function. It uses `run` while JAX traces a program or differentiates; other calls run
+        at once. For an empty list of arrays there is no call.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from horovod.common.elastic import ObjectState, State
-from horovod.elastic.worker import run_with_our_errors
+from horovod.common.elastic import ObjectState, State, run_fn
+from horovod.common.exceptions import raise_our_errors
+from horovod.elastic.worker import this_worker
 from horovod.engine.runtime import runtime
 from horovod.jax.arrays import check_one_device, device_of, to_torch
 from horovod.jax.basics import init, shutdown
@@ -40,7 +41,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     Returns:
         A function with the same arguments, which returns what `func` returns.
     """
-    return run_with_our_errors(func, _reset)
+    return run_fn(raise_our_errors()(func), _reset, this_worker)
 
 
 def _reset() -> None:

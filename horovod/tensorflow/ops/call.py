@@ -67,11 +67,18 @@ class Call:
         spec_of: Callable[[tf.Tensor], tf.TensorSpec],
         send_back: Callable[[list[tf.Tensor], list[int]], Sequence[tf.Tensor]],
     ) -> list[tf.Tensor]:
-        """Do the same with results like `spec_of(tensor)`, which have gradients.
+        """Call `function` as `run` does, and give its results gradients.
 
-        `send_back(gradients, indices)` returns the gradients of the inputs with these indices. It
-        gets those whose type allows a gradient, whether or not this rank needs them: all ranks must
-        make the same calls.
+        Args:
+            function: The function, whose results belong to the tensors one by one.
+            tensors: The inputs.
+            spec_of: Returns type and shape of the result for an input.
+            send_back: Returns the gradients of inputs. It gets the gradients of their results and
+                their indices: those whose type allows a gradient, whether or not this rank needs
+                them, as all ranks must make the same calls.
+
+        Returns:
+            The results.
         """
 
         def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:
