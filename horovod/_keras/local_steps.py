@@ -76,19 +76,19 @@ class LocalStepsCallbackBase(HorovodCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         model = self.model
-        found = distribution_of(model.optimizer)
-        if found is None or found.options.schedule.local_steps is None:
+        distribution = distribution_of(model.optimizer)
+        if distribution is None or distribution.options.schedule.local_steps is None:
             raise ValueError(
                 "LocalStepsCallback needs an optimizer with local steps: compile the model with "
                 "hvd.DistributedOptimizer(optimizer, local_steps=...)"
             )
-        self._distribution = found
+        self._distribution = distribution
         with raise_errors_of(backend_of(model)):
             self._agree()
-            within = found.options.schedule.within
+            within = distribution.options.schedule.within
             if within is not None:
                 cluster = set_of_this_host() if within == HOST else within
-                self._other_reduction = reduction_among(cluster, found, model.optimizer)
+                self._other_reduction = reduction_among(cluster, distribution, model.optimizer)
         self._begin_if_due(model)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -235,8 +235,8 @@ class LocalStepsCallbackBase(HorovodCallback):
         return [tensor for _, tensor in self._state] if fragment.number == 0 else []
 
     def _mirror_of(self, fragment: Fragment) -> list[Mirrored]:
-        found = [self._mirror[name] for name, _ in fragment.members]
-        return found + self._state if fragment.number == 0 else found
+        mirrored = [self._mirror[name] for name, _ in fragment.members]
+        return mirrored + self._state if fragment.number == 0 else mirrored
 
     def _read(self, mirrored: list[Mirrored]) -> None:
         for (_, tensor), (_, value) in zip(
@@ -280,9 +280,9 @@ class LocalStepsCallbackBase(HorovodCallback):
 def distribution_of(optimizer: Any) -> Distribution | None:
     """Return how an optimizer, or the one inside it, is distributed; None if it is not."""
     for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        found: Distribution | None = getattr(type(each), "_hvd", None)
-        if found is not None:
-            return found
+        distribution: Distribution | None = getattr(type(each), "_hvd", None)
+        if distribution is not None:
+            return distribution
     return None
 
 

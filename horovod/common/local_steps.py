@@ -161,10 +161,10 @@ class LocalSchedule:
 NO_LOCAL_STEPS = LocalSchedule()
 
 
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raise ValueError if the argument `name` is not a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a number of at least {least}, not {value!r}")
+def check_count(name: str, value: Any, minimum: int) -> None:
+    """Raise ValueError if the argument `name` is not a whole number of at least `minimum`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name} must be a number of at least {minimum}, not {value!r}")
 
 
 def check_alike(ranks: Sequence[int], settings: Sequence[dict[str, str]]) -> None:
@@ -172,8 +172,8 @@ def check_alike(ranks: Sequence[int], settings: Sequence[dict[str, str]]) -> Non
     for name in settings[0]:
         values = {rank: each[name] for rank, each in zip(ranks, settings, strict=True)}
         if len(set(values.values())) > 1:
-            told = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
-            raise ValueError(f"{name} of DistributedOptimizer differs between ranks: {told}")
+            values_text = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
+            raise ValueError(f"{name} of DistributedOptimizer differs between ranks: {values_text}")
 
 
 def divide(names: Sequence[str], sizes: Sequence[int], count: int) -> list[list[int]]:
@@ -212,9 +212,9 @@ def _layers(names: Sequence[str]) -> list[list[int]]:
 
     A parameter whose name has no module, or that has no name, is a layer of its own.
     """
-    found: dict[str, list[int]] = {}
+    layers: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         module = name.rpartition(".")[0]
         key = name if not module or name.startswith("allreduce.noname.") else module
-        found.setdefault(key, []).append(index)
-    return list(found.values())
+        layers.setdefault(key, []).append(index)
+    return list(layers.values())

@@ -136,9 +136,9 @@ def env(**kwargs: str | None) -> Iterator[None]:
     Args:
         **kwargs: The variables. One whose value is None is left as it is.
     """
-    wanted = {name: value for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    variables = {name: value for name, value in kwargs.items() if value is not None}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -183,10 +183,10 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
     """
     from packaging.version import Version
 
-    wanted = Version(target)
-    if len(wanted.release) != 3:
+    target_version = Version(target)
+    if len(target_version.release) != 3:
         raise ValueError(f"target must be of the form major.minor.patch, not {target!r}")
-    return (*Version(ver).release, 0, 0)[:3] >= wanted.release
+    return (*Version(ver).release, 0, 0)[:3] >= target_version.release
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:

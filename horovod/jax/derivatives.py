@@ -48,8 +48,8 @@ def differentiable(run: Run, send_back: Callable[..., list[Any]]) -> Run:
         rows = _RowCounts(tuple(array.shape[0] if array.ndim else 0 for array in arrays))
         return results, (rows, results[len(arrays) :])
 
-    def backward(call: Call, kept: Any, gradients: list[Any]) -> tuple[list[Any]]:
-        rows, others = kept
+    def backward(call: Call, residuals: Any, gradients: list[Any]) -> tuple[list[Any]]:
+        rows, others = residuals
         results = list(gradients[: len(rows.counts)])
         indices = [i for i, each in enumerate(results) if each.dtype != jax.dtypes.float0]
         if indices:

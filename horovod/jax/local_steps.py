@@ -90,10 +90,10 @@ class Fragment(NamedTuple):
             _mix(values[i], new, local_share) for i, new in zip(self.params, shared, strict=True)
         ]
         own = jax.tree.leaves(state.inner)
-        kept = [
+        mixed_entries = [
             _mix(own[i], new, local_share) for i, new in zip(self.entries, entries, strict=True)
         ]
-        state = state._replace(inner=_with_leaves(state.inner, self.entries, kept))
+        state = state._replace(inner=_with_leaves(state.inner, self.entries, mixed_entries))
         return _with_leaves(params, self.params, mixed), state
 
 

@@ -197,15 +197,15 @@ def _call_on_gpu(
         for result, source in zip(function(inputs, name), sources, strict=True)
     ]
     _synchronize(gpus)
-    kept = [to_tensorflow(result) for result in results]
+    outputs = [to_tensorflow(result) for result in results]
     lent = [index for index, result in enumerate(results) if not result.is_cpu]
-    for gpu in {kept[index].backing_device for index in lent}:
+    for gpu in {outputs[index].backing_device for index in lent}:
         with tf.device(gpu):
             for index in lent:
-                if kept[index].backing_device == gpu:
-                    kept[index] = tf.raw_ops.Snapshot(input=kept[index])
+                if outputs[index].backing_device == gpu:
+                    outputs[index] = tf.raw_ops.Snapshot(input=outputs[index])
     _synchronize(gpus)  # the copies must be complete before torch gets its memory back
-    return kept
+    return outputs
 
 
 def _synchronize(gpus: set[torch.device]) -> None:
