@@ -11,7 +11,6 @@ from typing import Any
 
 from horovod._keras.distribution import Distribution
 from horovod._keras.flavour import backend_of, keras_of
-from horovod.common.optimizer_options import OptimizerOptions
 
 
 class Sums:
@@ -112,25 +111,9 @@ class Sums:
     def _to_dense(self, gradient: Any) -> Any:
         if backend_of(self._optimizer) != "tensorflow":
             return gradient
-        return to_dense(gradient, self._options)
+        from horovod.tensorflow.gradient_aggregation import to_dense
 
-
-def to_dense(gradient: Any, options: OptimizerOptions) -> Any:
-    """Return a gradient of TensorFlow as a dense tensor, which can be added up.
-
-    Raises:
-        ValueError: The gradient is sparse, and the user has not allowed to make it dense.
-    """
-    import tensorflow as tf
-
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    if not options.sparse_as_dense:
-        raise ValueError(
-            "backward_passes_per_step > 1 needs dense gradients: pass sparse_as_dense=True to "
-            "DistributedOptimizer"
-        )
-    return tf.convert_to_tensor(gradient)
+        return to_dense(gradient, self._options.sparse_as_dense)
 
 
 def counters(optimizer: Any) -> list[Any]:

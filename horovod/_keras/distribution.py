@@ -1,4 +1,4 @@
-"""How a Keras optimizer is distributed: what its user has asked for, and what reduces."""
+"""`Distribution`: the options of a distributed Keras optimizer, and the object that reduces."""
 
 from __future__ import annotations
 

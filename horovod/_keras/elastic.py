@@ -9,7 +9,6 @@ such tensors. The next commit uses the same memory again.
 
 from __future__ import annotations
 
-import functools
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -59,13 +58,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         >>> @hvd.elastic.run
         ... def train(state): ...
     """
-
-    @functools.wraps(func)
-    def with_our_errors(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with raise_our_errors():
-            return func(state, *args, **kwargs)
-
-    return run_fn(with_our_errors, _reset, this_worker)
+    return run_fn(raise_our_errors()(func), _reset, this_worker)
 
 
 def _reset() -> None:
@@ -300,11 +293,7 @@ class CommitStateCallbackBase(HorovodCallback):
         self.state.commit()
 
 
-class _EpochIsComplete:
-    """The type of a true value for `stop_training` that ends the present epoch only."""
-
-
-_EPOCH_IS_COMPLETE = _EpochIsComplete()
+_EPOCH_IS_COMPLETE = object()  # a true value for `stop_training` that ends this epoch only
 
 
 class UpdateBatchStateCallbackBase(HorovodCallback):

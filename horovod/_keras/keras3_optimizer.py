@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from horovod._keras.accumulation import Sums
-from horovod._keras.callable_list import CallableList
 from horovod._keras.distribution import Distribution
-from horovod._keras.rebuild import derive_class, take_over
+from horovod._keras.rebuild import CallableList, derive_class, take_over
 
 
 class Keras3Optimizer:
@@ -72,7 +71,7 @@ class Keras3Optimizer:
         self._hvd.reduce.register_local(var)
 
     def _hvd_delegates(self) -> bool:
-        """Return whether nobody or somebody else reduces, or the gradients are reduced already."""
+        """Return whether the steps are local, or another object or call reduces the gradients."""
         return self._hvd_handed_over or self._hvd_has_reduced or self._hvd.is_local
 
     @contextlib.contextmanager

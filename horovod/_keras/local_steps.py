@@ -61,34 +61,34 @@ class LocalStepsCallbackBase(HorovodCallback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps = 0  # those of the warm-up included
-        self._local_steps = 0  # since they began in this training
+        self._steps = 0  # counts steps, including those of the warm-up
+        self._local_steps = 0  # counts local steps of this training
         self._first_batch = 0
         self._has_begun = False  # whether this training has come to its local steps
-        self._fragments: list[Fragment] = []  # of the tensors that mirror the model's weights
-        self._mirror: dict[str, Mirrored] = {}  # by the names in the fragments
-        self._state: list[Mirrored] = []  # of the optimizer, which is averaged with fragment 0
+        self._fragments: list[Fragment] = []  # consist of tensors that mirror the model's weights
+        self._mirror: dict[str, Mirrored] = {}  # the weights, by their names in the fragments
+        self._state: list[Mirrored] = []  # the optimizer's, averaged with fragment 0
         self._saved: list[Content] | None = None  # what the fragments of the next training have
         self._distribution: Distribution
-        self._other_reduction: Any = None  # with `within`: the one that is not in use
+        self._other_reduction: Any = None  # the one that is not in use, if there is a `within`
 
-    # -- when ------------------------------------------------------------------------------
+    # -- the schedule ----------------------------------------------------------------------
 
     def on_train_begin(self, logs: Any = None) -> None:
         model = self.model
-        found = distribution_of(model.optimizer)
-        if found is None or found.options.schedule.local_steps is None:
+        distribution = distribution_of(model.optimizer)
+        if distribution is None or distribution.options.schedule.local_steps is None:
             raise ValueError(
                 "LocalStepsCallback needs an optimizer with local steps: compile the model with "
                 "hvd.DistributedOptimizer(optimizer, local_steps=...)"
             )
-        self._distribution = found
+        self._distribution = distribution
         with raise_errors_of(backend_of(model)):
             self._agree()
-            within = found.options.schedule.within
+            within = distribution.options.schedule.within
             if within is not None:
                 cluster = set_of_this_host() if within == HOST else within
-                self._other_reduction = reduction_among(cluster, found, model.optimizer)
+                self._other_reduction = reduction_among(cluster, distribution, model.optimizer)
         self._begin_if_due(model)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -147,10 +147,10 @@ class LocalStepsCallbackBase(HorovodCallback):
         model.train_function = None  # a compiled step has the other way in it
         model.make_train_function(force=True)
 
-    # -- what ------------------------------------------------------------------------------
+    # -- a synchronisation -----------------------------------------------------------------
 
     def _agree(self) -> None:
-        """Refuse ranks with other settings, and let all count from where rank 0 is. Collective."""
+        """Refuse ranks with other settings, and give all the root's counts of steps. Collective."""
         process_set = self._distribution.options.process_set
         settings = self._distribution.options.schedule.settings()
         everyone = allgather_object(settings, "local_steps.agreement", process_set)
@@ -180,7 +180,7 @@ class LocalStepsCallbackBase(HorovodCallback):
         self._fragments = make_fragments(named, self._distribution.options.schedule)
 
     def _begin(self) -> None:
-        """Make where the root is, and its outer momentum, the beginning of all ranks."""
+        """Let all ranks begin with the root's weights and outer momentum. Collective."""
         process_set = self._distribution.options.process_set
         is_new = self._saved is None or not any(each["anchors"] for each in self._saved)
         self._mirror_state()
@@ -235,8 +235,8 @@ class LocalStepsCallbackBase(HorovodCallback):
         return [tensor for _, tensor in self._state] if fragment.number == 0 else []
 
     def _mirror_of(self, fragment: Fragment) -> list[Mirrored]:
-        found = [self._mirror[name] for name, _ in fragment.members]
-        return found + self._state if fragment.number == 0 else found
+        mirrored = [self._mirror[name] for name, _ in fragment.members]
+        return mirrored + self._state if fragment.number == 0 else mirrored
 
     def _read(self, mirrored: list[Mirrored]) -> None:
         for (_, tensor), (_, value) in zip(
@@ -280,9 +280,9 @@ class LocalStepsCallbackBase(HorovodCallback):
 def distribution_of(optimizer: Any) -> Distribution | None:
     """Return how an optimizer, or the one inside it, is distributed; None if it is not."""
     for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        found: Distribution | None = getattr(type(each), "_hvd", None)
-        if found is not None:
-            return found
+        distribution: Distribution | None = getattr(type(each), "_hvd", None)
+        if distribution is not None:
+            return distribution
     return None
 
 

@@ -8,7 +8,7 @@ gradients before they are clipped, accumulated or checked for overflow; see `ker
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from horovod._keras.distribution import Distribution
@@ -17,7 +17,7 @@ from horovod._keras.rebuild import derive_class, rebuild, take_over
 from horovod._keras.reduction import HostReduction
 from horovod.common.compression import NoneCompressor
 from horovod.common.local_steps import OuterSGD
-from horovod.common.optimizer_options import OptimizerOptions
+from horovod.common.optimizer_options import OptimizerOptions, weights_of
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
 
@@ -167,24 +167,14 @@ def PartialDistributedOptimizer(
         ValueError: An argument is wrong, or the optimizer is distributed already.
     """
     distributed = distribute(optimizer, OptimizerOptions.from_arguments(locals()))
-    return register_local_layers(distributed, local_layers)
+    for weight in weights_of(local_layers):
+        distributed.register_local_var(weight)
+    return distributed
 
 
 def distribute_in_place(optimizer: Any, options: OptimizerOptions) -> Any:
     """Turn this optimizer itself, with its state, into a distributed one, and return it."""
     return _make_distributed(optimizer, _distribution(optimizer, options), take_over)
-
-
-def register_local_layers(optimizer: Any, layers: Any) -> Any:
-    """Exclude the gradients of some layers' weights from the reduction; return the optimizer."""
-    if layers is None:
-        return optimizer
-    for layer in layers if isinstance(layers, Iterable) else [layers]:
-        if not hasattr(layer, "trainable_weights"):
-            raise ValueError(f"local_layers must be Keras layers, not {type(layer).__name__}")
-        for variable in layer.trainable_weights:
-            optimizer.register_local_var(variable)
-    return optimizer
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -229,7 +219,7 @@ def _make_distributed(optimizer: Any, distribution: Distribution, make: Any) -> 
 
 
 def reduction_among(process_set: ProcessSet, distribution: Distribution, optimizer: Any) -> Any:
-    """Return what reduces gradients as the optimizer's distribution does, over other ranks."""
+    """Return an object that reduces gradients as the distribution does, over other ranks."""
     among = dataclasses.replace(distribution.options, process_set=process_set)
     reduction = _make_reduction(among, backend_of(optimizer))
     reduction._local = distribution.reduce._local  # the variables that are passed to register_local

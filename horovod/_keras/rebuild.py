@@ -78,3 +78,10 @@ def _copy_settings(optimizer: Any, copy: Any) -> None:
             type(value) in _PLAIN and type(present[name]) in _PLAIN and present[name] != value
         ):
             object.__setattr__(copy, name, value)
+
+
+class CallableList(list[Any]):
+    """The `variables` of an optimizer, which scripts may also call: it used to be a method."""
+
+    def __call__(self) -> CallableList:
+        return self

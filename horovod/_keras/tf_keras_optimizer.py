@@ -15,9 +15,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod._keras.accumulation import to_dense
-from horovod._keras.callable_list import CallableList
 from horovod._keras.distribution import Distribution
+from horovod._keras.rebuild import CallableList
+from horovod.tensorflow.gradient_aggregation import run_after, to_dense
+from horovod.tensorflow.gradients import variable_key
 from horovod.tensorflow.reduced_gradients import Done, mark, mark_of, take_marks
 
 Pairs = list[tuple[Any, Any]]
@@ -105,7 +106,7 @@ class TfKerasOptimizer:
             if self._hvd_sums is None:
                 return apply()
             self._hvd_prepare([variable for _, variable in pairs])
-            with _run_after([gradient for gradient, _ in pairs]):
+            with run_after([gradient for gradient, _ in pairs]):
                 is_complete = self._hvd_sums.is_complete()
             return tf.cond(
                 is_complete,
@@ -156,14 +157,9 @@ class TfKerasOptimizer:
         return CallableList(variables() if callable(variables) else variables)
 
 
-def _run_after(results: Sequence[Any]) -> Any:
-    """Return a scope whose operations run after `results`, since v1 graphs ignore program order."""
-    return tf.control_dependencies([each for each in results if each is not None])
-
-
 def _value_after(result: Any, variable: Any) -> Any:
     """Return the value that the variable has after `result` was computed."""
-    with _run_after([result] if tf.is_tensor(result) or isinstance(result, tf.Operation) else []):
+    with run_after([result] if tf.is_tensor(result) or isinstance(result, tf.Operation) else []):
         return variable.read_value()
 
 
@@ -181,7 +177,8 @@ class _Sums:
 
         Zeros never overflow, so a loss scale optimizer accepts them.
         """
-        gradients = [to_dense(gradient, self._distribution.options) for gradient in gradients]
+        sparse_as_dense = self._distribution.options.sparse_as_dense
+        gradients = [to_dense(gradient, sparse_as_dense) for gradient in gradients]
         indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
         totals = [self._total(gradients[index], variables[index]) for index in indices]
         added = [self._passes.assign_add(1, read_value=False)]
@@ -194,9 +191,9 @@ class _Sums:
             reduced = self._distribution.reduce.reduce_unmarked(
                 given, [variables[index] for index in indices], [done[index] for index in indices]
             )
-            with _run_after(reduced):  # assign zeros: multiplying by zero would keep NaN
+            with run_after(reduced):  # assign zeros: multiplying by zero would keep NaN
                 zeros = [total.assign(tf.zeros_like(total), read_value=False) for total in totals]
-            with _run_after(zeros):
+            with run_after(zeros):
                 return [tf.identity(gradient) for gradient in reduced]
 
         def wait() -> list[Any]:
@@ -204,7 +201,7 @@ class _Sums:
 
         results: list[Any] = [None] * len(gradients)
         if indices:
-            with _run_after(added):
+            with run_after(added):
                 reduced = tf.cond(self.is_complete(), step, wait)
             for index, gradient in zip(indices, tf.nest.flatten(reduced), strict=True):
                 results[index] = gradient
@@ -226,7 +223,7 @@ class _Sums:
 
     def _total(self, gradient: Any, variable: Any) -> Any:
         """Return the variable with the sum of the gradients of `variable`, made if necessary."""
-        key = id(getattr(variable, "handle", variable))
+        key = variable_key(variable)
         if key not in self._totals:
             with tf.init_scope():
                 zeros = tf.zeros(variable.shape, gradient.dtype)

@@ -7,18 +7,14 @@ once in a training, so speed does not matter.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from horovod._keras.arrays import to_numpy, to_torch
 from horovod._keras.flavour import backend_of, is_tf_keras, keras_of
-from horovod.common.exceptions import HorovodInternalError
-from horovod.engine.runtime import runtime
-from horovod.engine.wait_for_all import wait_for_all
-from horovod.torch.mpi_ops import broadcast_async_, synchronize
+from horovod.torch.functions import broadcast_parameters
 from horovod.torch.ops.objects import allgather_object
 
 
@@ -62,19 +58,13 @@ def variable_key(variable: Any) -> int:
     return id(getattr(variable, "handle", variable))
 
 
-@contextlib.contextmanager
-def raise_errors_of(backend: str) -> Iterator[None]:
-    """Raise the engine's errors inside this context as those of the backend."""
+def raise_errors_of(backend: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context that raises the engine's errors as those of the backend."""
     if backend != "tensorflow":
-        yield
-        return
-    from horovod.tensorflow.ops.errors import eager_error
+        return contextlib.nullcontext()
+    from horovod.tensorflow.ops.errors import tensorflow_errors
 
-    was_initialised = runtime.is_initialized()
-    try:
-        yield
-    except (HorovodInternalError, ValueError) as error:
-        raise eager_error(error, was_initialised) from error
+    return tensorflow_errors()
 
 
 def read_values(variables: Sequence[Any], model: Any) -> list[Any]:
@@ -129,9 +119,6 @@ def _form(form: Sequence[Any]) -> str:
 
 def _broadcast(values: Sequence[Any], root_rank: int) -> list[Any]:
     tensors = [to_torch(value) for value in values]
-    handles = [
-        broadcast_async_(tensor, root_rank, f"BroadcastGlobalVariables.{number}")
-        for number, tensor in enumerate(tensors)
-    ]
-    wait_for_all(partial(synchronize, handle) for handle in handles)
+    names = [f"BroadcastGlobalVariables.{number}" for number in range(len(tensors))]
+    broadcast_parameters(list(zip(names, tensors, strict=True)), root_rank)
     return [to_numpy(tensor, value) for tensor, value in zip(tensors, values, strict=True)]

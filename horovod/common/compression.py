@@ -6,6 +6,7 @@ A compressor is a class with two static methods. Users write their own like thes
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -33,3 +34,44 @@ class NoneCompressor(Compressor):
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
         return tensor
+
+
+class CastCompressor(Compressor):
+    """Sends floating-point tensors in a narrower type; the context is the original type.
+
+    Bindings derive from it: `cast` and `is_floating` are those of their framework.
+    """
+
+    dtype: Any
+
+    @staticmethod
+    def cast(tensor: Any, dtype: Any) -> Any:
+        """Return the tensor in another type."""
+        return tensor.astype(dtype)
+
+    @staticmethod
+    def is_floating(tensor: Any) -> bool:
+        """Return whether the tensor has a floating-point type."""
+        raise NotImplementedError("each binding defines it for its tensors")
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        if not cls.is_floating(tensor):
+            return tensor, None
+        return cls.cast(tensor, cls.dtype), tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: Any, ctx: Any) -> Any:
+        return tensor if ctx is None else cls.cast(tensor, ctx)
+
+
+def run_compressed(
+    run: Callable[[list[Any]], Sequence[Any]], tensors: Sequence[Any], compression: Any
+) -> list[Any]:
+    """Compress tensors, call `run` with what is to be sent, and return its results decompressed."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    results = run([tensor for tensor, _ in pairs])
+    return [
+        compression.decompress(result, context)
+        for result, (_, context) in zip(results, pairs, strict=True)
+    ]

@@ -323,11 +323,7 @@ def _make_knobs() -> tuple[Knob, ...]:
                 type=typing.get_args(hint)[0] if optional else hint,
                 optional=optional,
                 default=field.default,
-                section=field.metadata["section"],
-                help=field.metadata["help"],
-                minimum=field.metadata["minimum"],
-                maximum=field.metadata["maximum"],
-                choices=field.metadata["choices"],
+                **field.metadata,
             )
         )
     return tuple(knobs)

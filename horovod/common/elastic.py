@@ -50,13 +50,13 @@ class ElasticJob(Protocol):
         """
 
     def newest_state(self, version: int) -> tuple[int, int]:
-        """Return the lowest rank whose state has the highest version, and it. Collective."""
+        """Return the lowest rank with the newest state, and the state's version. Collective."""
 
     def leave(self) -> NoReturn:
         """End this process in order."""
 
     def can_recover(self, error: HorovodInternalError) -> bool:
-        """End the old generation, and return whether it is of use to form a new one."""
+        """End the old generation, and return whether a new one may succeed."""
 
     def taking_part(self) -> AbstractContextManager[object]:
         """Return a context in which the training function runs."""

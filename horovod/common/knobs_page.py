@@ -65,8 +65,8 @@ def _row(knob: Knob) -> str:
         default = f"{knob.default:g}"
     else:
         default = "unset" if knob.default is None else str(knob.default)
-    least = "" if knob.minimum in (None, 0) or knob.type is float else f" At least {knob.minimum}."
-    return f"| `{knob.env}` | {kind} | {default} | {knob.help}{least} |"
+    bound = "" if knob.minimum in (None, 0) or knob.type is float else f" At least {knob.minimum}."
+    return f"| `{knob.env}` | {kind} | {default} | {knob.help}{bound} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all bindings share of local steps: when ranks synchronise, and the outer step that follows.
+"""The part of local steps that all bindings share: when ranks synchronise, and the outer step.
 
 Users ask for it with ``DistributedOptimizer(..., local_steps=H, outer=hvd.OuterSGD())``. How far
 the ranks have moved since the last synchronisation, on average and with its sign turned round, is a
@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from horovod.common.process_sets import ProcessSet
 
-HOST: Final = "host"  # for `within`: the ranks of a host are a cluster
+HOST: Final = "host"  # a value of `within`: the ranks of each host form a cluster
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class OuterSGD:
         Args:
             anchor: Where the ranks were after the last synchronisation.
             gradient: The outer gradient.
-            momentum: What the outer step before left, zeros before the first. None where no
-                momentum is kept.
+            momentum: The momentum after the last outer step, zeros before the first one. None if
+                the optimizer keeps no momentum.
 
         Returns:
             The new anchor, and the new momentum or None.
@@ -90,7 +90,7 @@ class LocalSchedule:
 
     @property
     def steps(self) -> int:
-        """Local steps between two synchronisations."""
+        """The number of local steps between two synchronisations."""
         assert self.local_steps is not None
         return self.local_steps
 
@@ -101,7 +101,7 @@ class LocalSchedule:
 
     @property
     def local_share(self) -> float:
-        """What remains of a rank's own parameters in a synchronisation."""
+        """The share of a rank's own parameters that a synchronisation keeps, from 0 to 1."""
         return (0.5 if self.delay else 0.0) if self.alpha is None else self.alpha
 
     def first_turn(self, number: int) -> int:
@@ -112,7 +112,7 @@ class LocalSchedule:
         return (number + 1) * self.steps // self.fragments
 
     def settings(self) -> dict[str, str]:
-        """What must be equal on all ranks, by the names of the arguments."""
+        """Return the settings that must be equal on all ranks, by the names of the arguments."""
         shown = {field.name: str(getattr(self, field.name)) for field in fields(self)}
         if isinstance(self.within, ProcessSet):
             shown["within"] = "a process set"  # each rank has one of its own
@@ -161,10 +161,10 @@ class LocalSchedule:
 NO_LOCAL_STEPS = LocalSchedule()
 
 
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raise ValueError if the argument `name` is not a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a number of at least {least}, not {value!r}")
+def check_count(name: str, value: Any, minimum: int) -> None:
+    """Raise ValueError if the argument `name` is not a whole number of at least `minimum`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name} must be a number of at least {minimum}, not {value!r}")
 
 
 def check_alike(ranks: Sequence[int], settings: Sequence[dict[str, str]]) -> None:
@@ -172,8 +172,8 @@ def check_alike(ranks: Sequence[int], settings: Sequence[dict[str, str]]) -> Non
     for name in settings[0]:
         values = {rank: each[name] for rank, each in zip(ranks, settings, strict=True)}
         if len(set(values.values())) > 1:
-            told = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
-            raise ValueError(f"{name} of DistributedOptimizer differs between ranks: {told}")
+            values_text = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
+            raise ValueError(f"{name} of DistributedOptimizer differs between ranks: {values_text}")
 
 
 def divide(names: Sequence[str], sizes: Sequence[int], count: int) -> list[list[int]]:
@@ -212,9 +212,9 @@ def _layers(names: Sequence[str]) -> list[list[int]]:
 
     A parameter whose name has no module, or that has no name, is a layer of its own.
     """
-    found: dict[str, list[int]] = {}
+    layers: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         module = name.rpartition(".")[0]
         key = name if not module or name.startswith("allreduce.noname.") else module
-        found.setdefault(key, []).append(index)
-    return list(found.values())
+        layers.setdefault(key, []).append(index)
+    return list(layers.values())

@@ -31,7 +31,7 @@ _ROOT = "horovod"
 _rank: int | None = None
 _our_level = logging.NOTSET
 _lock = threading.Lock()
-_logged_keys: set[Hashable] = set()  # of `log_once`
+_logged_keys: set[Hashable] = set()  # the keys that `log_once` has seen
 
 TORCH_VERSION_SAID = "_HOROVOD_TORCH_VERSION_SAID"
 """Set for processes whose driver has warned of its torch, which is theirs as well."""

@@ -6,7 +6,7 @@ checked (`checked`) and hand it on whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any, TypeVar
@@ -114,6 +114,21 @@ class OptimizerOptions:
         chosen = [[left.pop(k) for k in map(key_of, group) if k in left] for group in self.groups]
         grouped = {index for group in chosen for index in group}
         return [group for group in chosen if group] + [[i] for i in indices if i not in grouped]
+
+
+def weights_of(local_layers: Any) -> list[Any]:
+    """Return the weights of a Keras layer, or of several; none for None.
+
+    Raises:
+        ValueError: Something else than a layer is among them.
+    """
+    layers = local_layers if isinstance(local_layers, Iterable) else [local_layers]
+    weights: list[Any] = []
+    for layer in [] if local_layers is None else layers:
+        if not hasattr(layer, "trainable_weights"):
+            raise ValueError(f"local_layers must be Keras layers, not {type(layer).__name__}")
+        weights += layer.trainable_weights
+    return weights
 
 
 def check_passes(backward_passes_per_step: Any) -> None:

@@ -175,7 +175,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def shared_process_set(ranks: Sequence[int]) -> ProcessSet:
     """Return the registered set of these ranks, or make one, for a part of Horovod itself.
 
-    Whatever ``init`` was told about dynamic sets. Every rank must call it with the same ranks.
+    It does so even if ``init`` has not allowed dynamic sets. Every rank must pass the same ranks.
     """
     engine = _running_engine()
     if list(ranks) == list(range(engine.topology.size)):

@@ -44,9 +44,9 @@ def _device_hint(message: str) -> str:
     if torch is None or "invalid device ordinal" not in message:
         return ""
     count = torch.cuda.device_count()
-    seen = "one GPU, which is device 0" if count == 1 else f"{count} GPUs"
+    devices = "one GPU, which is device 0" if count == 1 else f"{count} GPUs"
     return (
-        f"This process sees {seen}, whatever its local rank: choose the device with "
+        f"This process sees {devices}, whatever its local rank: choose the device with "
         "torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())\n"
     )
 

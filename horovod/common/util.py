@@ -67,23 +67,13 @@ def _ask_child(code: str, verbose: bool) -> dict[str, Any]:
 
 
 @cache
-def _probe_torch(verbose: bool) -> dict[str, Any]:
-    """Return what the installed torch can do."""
-    if importlib.util.find_spec("torch") is None:
+def _probe(package: str, verbose: bool) -> dict[str, Any]:
+    """Return what the installed torch or mpi4py can do; empty if it is not installed."""
+    if importlib.util.find_spec(package) is None:
         if verbose:
-            print("PyTorch is not installed.", file=sys.stderr)
+            print(f"The package {package} is not installed.", file=sys.stderr)
         return {}
-    return _ask_child(_TORCH_PROBE, verbose)
-
-
-@cache
-def _probe_mpi(verbose: bool) -> dict[str, Any]:
-    """Return the version of the installed MPI."""
-    if importlib.util.find_spec("mpi4py") is None:
-        if verbose:
-            print("mpi4py is not installed.", file=sys.stderr)
-        return {}
-    return _ask_child(_MPI_PROBE, verbose)
+    return _ask_child(_TORCH_PROBE if package == "torch" else _MPI_PROBE, verbose)
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
@@ -108,22 +98,22 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
         ext_base_name: The name of the binding; only "torch" is asked.
         verbose: Whether to print why the question cannot be answered.
     """
-    return ext_base_name == "torch" and bool(_probe_torch(verbose).get("gpu"))
+    return ext_base_name == "torch" and bool(_probe("torch", verbose).get("gpu"))
 
 
 def mpi_built(verbose: bool = False) -> bool:
     """Return whether mpi4py and an MPI library are installed; `verbose` prints why not."""
-    return "mpi4py.MPI" in sys.modules or "mpi" in _probe_mpi(verbose)
+    return "mpi4py.MPI" in sys.modules or "mpi" in _probe("mpi4py", verbose)
 
 
 def gloo_built(verbose: bool = False) -> bool:
     """Return whether PyTorch has Gloo; `verbose` prints why it cannot be asked."""
-    return bool(_probe_torch(verbose).get("gloo"))
+    return bool(_probe("torch", verbose).get("gloo"))
 
 
 def nccl_built(verbose: bool = False) -> int:
     """Return PyTorch's NCCL version as major * 10000 + minor * 100 + patch; 0 without NCCL."""
-    return int(_probe_torch(verbose).get("nccl", 0))
+    return int(_probe("torch", verbose).get("nccl", 0))
 
 
 def ddl_built(verbose: bool = False) -> bool:
@@ -146,9 +136,9 @@ def env(**kwargs: str | None) -> Iterator[None]:
     Args:
         **kwargs: The variables. One whose value is None is left as it is.
     """
-    wanted = {name: value for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    variables = {name: value for name, value in kwargs.items() if value is not None}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -193,10 +183,10 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
     """
     from packaging.version import Version
 
-    wanted = Version(target)
-    if len(wanted.release) != 3:
+    target_version = Version(target)
+    if len(target_version.release) != 3:
         raise ValueError(f"target must be of the form major.minor.patch, not {target!r}")
-    return (*Version(ver).release, 0, 0)[:3] >= wanted.release
+    return (*Version(ver).release, 0, 0)[:3] >= target_version.release
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:

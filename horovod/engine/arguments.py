@@ -33,6 +33,13 @@ REDUCIBLE = {
     ReduceOp.PRODUCT: FLOATING | INTEGER | {torch.bool},
 }
 
+# torch has these unsigned types but cannot move them, so they travel as signed types.
+_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
 # Tensors of these types have memory of their own, as nearly all have: others are asked.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -97,6 +104,14 @@ def movement_input(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def movement_inputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `movement_input` of all tensors; unsigned ones travel as signed ones."""
+    return [
+        movement_input(tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor)
+        for tensor in tensors
+    ]
+
+
 def _not_a_dense_tensor(tensor: Any) -> str | None:
     if not isinstance(tensor, torch.Tensor):
         return f"expected a torch.Tensor, not {type(tensor).__name__}"
@@ -145,13 +160,18 @@ def check_group(tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Te
 
 
 def check_splits(splits: Any) -> tuple[int, ...]:
-    """Return `alltoall`'s splits as integers; empty means equal parts."""
-    if isinstance(splits, torch.Tensor):
-        if splits.dtype is not torch.int32:
-            raise ValueError(f"splits must be of type torch.int32, not {splits.dtype}")
-        if splits.dim() > 1:
-            raise ValueError(f"splits must have one dimension, not {splits.dim()}")
-        return tuple(int(rows) for rows in splits.reshape(-1).tolist())
+    """Return `alltoall`'s splits as integers; empty means equal parts.
+
+    They are a list, or an array of torch, numpy or JAX.
+    """
+    if hasattr(splits, "dtype"):
+        is_torch = isinstance(splits, torch.Tensor)
+        if splits.dtype != (torch.int32 if is_torch else "int32"):
+            expected = "torch.int32" if is_torch else "int32"
+            raise ValueError(f"splits must be of type {expected}, not {splits.dtype}")
+        if splits.ndim > 1:
+            raise ValueError(f"splits must have one dimension, not {splits.ndim}")
+        splits = splits.reshape(-1).tolist()
     try:
         return tuple(operator.index(rows) for rows in splits)
     except TypeError:

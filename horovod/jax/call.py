@@ -21,7 +21,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
-from horovod.engine.arguments import movement_input, reduction_inputs, set_id
+from horovod.engine.arguments import movement_inputs, reduction_inputs, set_id
 from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.execution.prepared import PreparedAllreduce
 from horovod.engine.request import Request, caller
@@ -31,13 +31,6 @@ from horovod.engine.submission import check_adasum
 Tensors = list[torch.Tensor]
 Finish = Callable[[Any], Tensors]
 Phase = Literal["whole", "start", "finish"]
-
-# torch has these unsigned types but cannot move them, so they travel as signed types.
-_SIGNED = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
 
 # The name of compiled calls without one. They can share it, because they run one after the other.
 _COMPILED_NAME = "jit"
@@ -59,9 +52,9 @@ class Call:
     ranks: tuple[int, ...] | None = None  # the ranks of the process set; None for all ranks
     splits: tuple[int, ...] | None = None
     labels: tuple[str, ...] = ()  # the paths of a tree's leaves
-    size: int | None = None  # of the process set, if the shapes of a compiled program depend on it
+    size: int | None = None  # the set's size, if a program's shapes depend on it
     ends_step: bool = False  # whether the call reduces the gradients of a step
-    phase: Phase = "whole"  # of an allreduce in two calls, see `_run_phase`
+    phase: Phase = "whole"  # the part of an allreduce in two calls: see `_run_phase`
     source_line: tuple[str, int] = ("", 0)  # file and line of the user's call, for messages
 
     @classmethod
@@ -170,13 +163,13 @@ def _allreduce(call: Call, tensors: Tensors, background: bool) -> tuple[Request,
 
 
 def _allgather(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
-    sources = [movement_input(_to_signed(tensor)) for tensor in tensors]
+    sources = movement_inputs(tensors)
     return runtime.submit(call.collective(), sources, background=background), list
 
 
 def _broadcast(call: Call, tensors: Tensors, background: bool) -> tuple[Request, Finish]:
     """Broadcast tensors; several travel as one tensor of bytes, whose labels describe them."""
-    sources = [movement_input(_to_signed(tensor)) for tensor in tensors]
+    sources = movement_inputs(tensors)
     if len(sources) == 1:
         packed, labels = sources[0], call.labels
         output = torch.empty_like(packed)
@@ -202,7 +195,7 @@ def _alltoall(call: Call, tensors: Tensors, background: bool) -> tuple[Request, 
 
     Several tensors travel as one, whose rows are the concatenated bytes of their rows.
     """
-    sources = [movement_input(_to_signed(tensor)) for tensor in tensors]
+    sources = movement_inputs(tensors)
     if len(sources) == 1:
         packed, labels = sources[0], call.labels
     else:
@@ -236,12 +229,6 @@ _START: dict[str, Callable[[Call, Tensors, bool], tuple[Request, Finish]]] = {
     "reducescatter": _reducescatter,
     "alltoall": _alltoall,
 }
-
-
-def _to_signed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of an unsigned tensor as a signed one; return other tensors unchanged."""
-    dtype = _SIGNED.get(tensor.dtype)
-    return tensor if dtype is None else tensor.view(dtype)
 
 
 def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -282,11 +269,16 @@ def _describe(labels: Sequence[str], tensors: Tensors, any_rows: bool = False) -
 _prepared: dict[tuple[Call, tuple[Any, ...]], PreparedAllreduce] = {}
 
 
-def _reduce_compiled(call: Call, sources: Tensors, targets: Tensors) -> None:
-    """Reduce in the memory of the results; repeated reductions take the engine's prepared path."""
+def fill(targets: Tensors, sources: Tensors) -> None:
+    """Copy the sources into the targets, except those that share their memory."""
     for source, target in zip(sources, targets, strict=True):
         if source.data_ptr() != target.data_ptr():
             target.copy_(source)
+
+
+def _reduce_compiled(call: Call, sources: Tensors, targets: Tensors) -> None:
+    """Reduce in the memory of the results; repeated reductions take the engine's prepared path."""
+    fill(targets, sources)
     forms = tuple((target.dtype, target.shape) for target in targets)
     on_host = targets[0].is_cpu
     prepared = _prepared.get((call, forms)) if on_host else None
@@ -313,7 +305,7 @@ class _Exchange(NamedTuple):
     """An allreduce that one call has started, and that another will finish."""
 
     topology: Any  # the job in which it was started
-    number: int  # that both calls have in common
+    number: int  # the number that both calls have in common
     request: Request
     tensors: Tensors
 
@@ -330,9 +322,7 @@ def _run_phase(call: Call, sources: Tensors, targets: Tensors) -> None:
     whole. On a GPU it always does: there the program's stream waits for it, and no other stream is
     at hand.
     """
-    for source, target in zip(sources, targets, strict=True):
-        if source.data_ptr() != target.data_ptr():
-            target.copy_(source)
+    fill(targets, sources)
     tensors = targets[1:]
     if not targets[0].is_cpu:
         if call.phase == "finish":
@@ -342,7 +332,7 @@ def _run_phase(call: Call, sources: Tensors, targets: Tensors) -> None:
     key = call.ranks, call.name, owner
     topology = runtime.topology
     for (_, name, _), exchange in _under_way.items():
-        # No two of one name at a time. Those of an earlier job are over.
+        # At most one exchange of a name may run. Exchanges of an earlier job are over.
         is_current = exchange.topology is topology
         if name == call.name and is_current and not exchange.request.finished:
             exchange.request.wait()

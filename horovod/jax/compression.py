@@ -9,40 +9,29 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from horovod.common.compression import Compressor, NoneCompressor
+from horovod.common.compression import CastCompressor, Compressor, NoneCompressor
 
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
-class _CastCompressor(Compressor):
-    """Sends floating-point arrays in a narrower type; the context is the original type."""
+class _CastCompressor(CastCompressor):
+    """Converts arrays of JAX."""
 
     @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        return tensor if ctx is None else tensor.astype(ctx)
-
-
-def _narrow(tensor: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return a floating-point array in the type `dtype`, and its original type."""
-    if not jnp.issubdtype(tensor.dtype, jnp.floating):
-        return tensor, None
-    return tensor.astype(dtype), tensor.dtype
+    def is_floating(tensor: Any) -> bool:
+        return bool(jnp.issubdtype(tensor.dtype, jnp.floating))
 
 
 class FP16Compressor(_CastCompressor):
     """Sends floating-point arrays as float16."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        return _narrow(tensor, jnp.float16)
+    dtype = jnp.float16
 
 
 class BF16Compressor(_CastCompressor):
     """Sends floating-point arrays as bfloat16, which keeps float32's range."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        return _narrow(tensor, jnp.bfloat16)
+    dtype = jnp.bfloat16
 
 
 class Compression:

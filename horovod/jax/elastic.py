@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -42,13 +41,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     Returns:
         A function with the same arguments, which returns what `func` returns.
     """
-
-    @functools.wraps(func)
-    def with_our_errors(state: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with raise_our_errors():
-            return func(state, *args, **kwargs)
-
-    return run_fn(with_our_errors, _reset, this_worker)
+    return run_fn(raise_our_errors()(func), _reset, this_worker)
 
 
 def _reset() -> None:

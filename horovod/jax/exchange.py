@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import operator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.arguments import check_splits
 from horovod.engine.runtime import runtime
 from horovod.jax.arrays import is_tracer
 from horovod.jax.call import Call
 from horovod.jax.compiled import dispatch
-from horovod.jax.derivatives import backward, for_floats, make_row_markers
+from horovod.jax.derivatives import differentiable
 from horovod.jax.trees import flatten
 
 
@@ -49,10 +47,7 @@ def alltoall(
     call = _alltoall_call(splits, name, process_set, leaves.labels)
     if not leaves.arrays:
         raise ValueError("there is no array in the tree")
-    if dispatch.is_traced(leaves.arrays):
-        *outputs, received = _traced_exchange(call, leaves.arrays)
-    else:
-        *outputs, received = dispatch.run_now(call, leaves.arrays)
+    *outputs, received = _exchange(call, leaves.arrays)
     output = leaves.rebuild(outputs)
     return output if splits is None else (output, received)
 
@@ -91,35 +86,24 @@ def _alltoall_call(
     splits: Any, name: str | None, process_set: ProcessSet, labels: tuple[str, ...]
 ) -> Call:
     if is_tracer(splits):
-        raise ValueError(
-            "alltoall inside of jit takes no splits: how many rows a rank receives must be known "
-            "when the program is compiled"
-        )
-    if splits is not None:
-        if hasattr(splits, "dtype"):
-            if splits.dtype != jnp.int32:
-                raise ValueError(f"splits must be of type int32, not {splits.dtype}")
-            if splits.ndim > 1:
-                raise ValueError(f"splits must have one dimension, not {splits.ndim}")
-            splits = splits.reshape(-1).tolist()
-        try:
-            splits = tuple(operator.index(rows) for rows in splits)
-        except TypeError:
-            raise ValueError(
-                f"splits must be integers, one for each rank, not {splits!r}"
-            ) from None
-    return Call.of("alltoall", process_set, name=name, splits=splits or None, labels=labels)
+        raise _splits_in_a_program()
+    rows = () if splits is None else check_splits(splits)
+    return Call.of("alltoall", process_set, name=name, splits=rows or None, labels=labels)
 
 
-def _exchange(call: Call, arrays: list[Any]) -> list[Any]:
+def _splits_in_a_program() -> ValueError:
+    return ValueError(
+        "alltoall inside of jit takes no splits: how many rows a rank receives must be known when "
+        "the program is compiled"
+    )
+
+
+def _exchange_now(call: Call, arrays: list[Any]) -> list[Any]:
     """Return the received rows, and their numbers from each rank."""
     if not dispatch.is_traced(arrays):
         return dispatch.run_now(call, arrays)
     if call.splits is not None:
-        raise ValueError(
-            "alltoall inside of jit takes no splits: how many rows a rank receives must be known "
-            "when the program is compiled"
-        )
+        raise _splits_in_a_program()
     outputs = dispatch.run_sized(call, arrays, _same_rows)
     size = runtime.group(call.set_id).size
     return [*outputs, jnp.full(size, arrays[0].shape[0] // size, jnp.int32)]
@@ -136,32 +120,15 @@ def _same_rows(array: Any, _: int, size: int) -> tuple[int, ...]:
     return array.shape
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _traced_exchange(call: Call, arrays: list[Any]) -> list[Any]:
-    return _exchange(call, arrays)
-
-
-def _exchange_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], Any]:
-    results = _exchange(call, arrays)
-    return results, (make_row_markers(arrays), results[-1])
-
-
-def _exchange_backward(call: Call, kept: Any, gradients: list[Any]) -> tuple[list[Any]]:
+def _send_back_rows(back: Call, gradients: list[Any], rows: list[int], received: Any) -> list[Any]:
     """Send the gradients back to where the rows came from; unsent rows get zeros."""
-    row_markers, received = kept
-    back = backward(call)
-    if call.splits is not None:
+    if back.splits is not None:
         back = dataclasses.replace(back, splits=tuple(received.tolist()))
-
-    def send_back(arrays: list[Any]) -> list[Any]:
-        *outputs, _ = _exchange(back, arrays)
-        rows = row_markers[0].shape[0]
-        return [
-            jnp.concatenate([each, jnp.zeros((rows - each.shape[0], *each.shape[1:]), each.dtype)])
-            for each in outputs
-        ]
-
-    return (for_floats(send_back, gradients[:-1]),)
+    *outputs, _ = _exchange_now(back, gradients)
+    return [
+        jnp.concatenate([each, jnp.zeros((count - each.shape[0], *each.shape[1:]), each.dtype)])
+        for each, count in zip(outputs, rows, strict=True)
+    ]
 
 
-_traced_exchange.defvjp(_exchange_forward, _exchange_backward)
+_exchange = differentiable(_exchange_now, _send_back_rows)

@@ -50,9 +50,9 @@ class SyncBatchNorm(nn.BatchNorm):
         )
         axes = reduction_axes(x.ndim, self.axis)
         shape = tuple(x.shape[axis] for axis in feature_axes(x.ndim, self.axis))
-        kept = jnp.float32 if self.force_float32_reductions else self.param_dtype
-        running_mean = self.variable("batch_stats", "mean", jnp.zeros, shape, kept)
-        running_variance = self.variable("batch_stats", "var", jnp.ones, shape, kept)
+        dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
+        running_mean = self.variable("batch_stats", "mean", jnp.zeros, shape, dtype)
+        running_variance = self.variable("batch_stats", "var", jnp.ones, shape, dtype)
         if use_running_average:
             mean, variance = running_mean.value, running_variance.value
         elif self.is_initializing():  # each rank initialises for itself

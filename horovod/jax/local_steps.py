@@ -45,9 +45,9 @@ class LocalStepsState(NamedTuple):
     steps: Any  # the number of steps that have ended, those of the warm-up included
     since: Any  # the number of local steps since they began or the parameters were averaged
     anchor: Any  # the parameters after the last synchronisation, in float32 at least
-    momentum: Any  # of the outer optimizer; None where it keeps none
+    momentum: Any  # the outer optimizer's; None if it keeps none
     inner: Any  # the state of the wrapped optimizer
-    sent: Any = None  # with `delay`: what this rank has sent last, as `Fragment.outgoing` has it
+    sent: Any = None  # the last result of `Fragment.outgoing`, if there is a `delay`
 
 
 class Fragment(NamedTuple):
@@ -55,8 +55,8 @@ class Fragment(NamedTuple):
 
     number: int
     first_turn: int  # the local step after which it is sent first
-    params: list[int]  # of the leaves of the parameters
-    entries: list[int]  # of the leaves of the wrapped optimizer's state that are averaged with them
+    params: list[int]  # indices among the leaves of the parameters
+    entries: list[int]  # indices among the leaves of the wrapped optimizer's state
 
     def outgoing(self, params: Any, state: LocalStepsState) -> tuple[list[Any], list[Any]]:
         """Return how far this rank has moved, its sign turned round, and its optimizer's state."""
@@ -90,10 +90,10 @@ class Fragment(NamedTuple):
             _mix(values[i], new, local_share) for i, new in zip(self.params, shared, strict=True)
         ]
         own = jax.tree.leaves(state.inner)
-        kept = [
+        mixed_entries = [
             _mix(own[i], new, local_share) for i, new in zip(self.entries, entries, strict=True)
         ]
-        state = state._replace(inner=_with_leaves(state.inner, self.entries, kept))
+        state = state._replace(inner=_with_leaves(state.inner, self.entries, mixed_entries))
         return _with_leaves(params, self.params, mixed), state
 
 
@@ -209,8 +209,8 @@ class LocalStepsOptimizer(optax.GradientTransformationExtraArgs):
         return fragment.apply(averages, params, state, schedule.outer_sgd, schedule.local_share)
 
 
-_num_optimizers = 0  # of this process whose ranks have agreed on their settings
-_owners = itertools.count()  # of exchanges that are under way in this process
+_num_optimizers = 0  # the number of optimizers on whose settings the ranks have agreed
+_owners = itertools.count()  # numbers of this process's optimizers, which tell exchanges apart
 
 
 def make_optimizer(inner: Any, options: OptimizerOptions) -> LocalStepsOptimizer:
@@ -232,7 +232,7 @@ def make_optimizer(inner: Any, options: OptimizerOptions) -> LocalStepsOptimizer
         ranks = process_set.ranks or range(len(everyone))
         check_alike(ranks, [settings for _, settings in everyone])
         _num_optimizers = max(number for number, _ in everyone) + 1
-    reduce = partial(reduce_gradients, options=options)  # in the steps of the warm-up
+    reduce = partial(reduce_gradients, options=options)  # for the steps of the warm-up
     reduce_near: Callable[[Any], Any] = _same
     if schedule.within is not None:
         cluster = set_of_this_host() if schedule.within == HOST else schedule.within
@@ -293,7 +293,7 @@ def make_optimizer(inner: Any, options: OptimizerOptions) -> LocalStepsOptimizer
 
 
 def _warn_if_never_synchronised(optimizer: LocalStepsOptimizer) -> None:
-    """Say at the end of the program that a call is missing: inside jit nobody can see it before."""
+    """Warn at the end of the program if `end_step` was never called; jit hides that before."""
     if optimizer.has_updated and not optimizer.has_ended_steps:
         get_logger().warning(
             "DistributedOptimizer(local_steps=%s): end_step was never called, so the ranks never "
@@ -318,7 +318,7 @@ def _when(
 
 
 def _choose(condition: Any, one: Callable[..., Any], other: Callable[..., Any], *given: Any) -> Any:
-    """Return `one` of what is given if the condition holds, else `other` of it."""
+    """Return `one(*given)` if the condition holds, else `other(*given)`."""
     if is_tracer(condition):
         return jax.lax.cond(condition, one, other, *given)
     return one(*given) if condition else other(*given)
@@ -377,7 +377,7 @@ def _with_leaves(tree: Any, indices: list[int], news: list[Any]) -> Any:
 
 
 def _mix(own: Any, shared: Any, local_share: float) -> Any:
-    """Return `shared` in the type of `own`, of whose values it keeps `local_share`."""
+    """Mix `local_share` of `own` into `shared`, and return the result in the type of `own`."""
     dtype = jnp.result_type(own)
     if local_share:
         shared = shared + local_share * (jnp.asarray(own, shared.dtype) - shared)

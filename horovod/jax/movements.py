@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from horovod.common.process_sets import ProcessSet, global_process_set
@@ -16,7 +15,7 @@ from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
 from horovod.jax.call import Call
 from horovod.jax.compiled import dispatch
-from horovod.jax.derivatives import backward, for_floats, make_row_markers, row_counts
+from horovod.jax.derivatives import differentiable
 from horovod.jax.reductions import check_group
 from horovod.jax.trees import flatten
 
@@ -147,11 +146,7 @@ def broadcast(
     """
     leaves = flatten(tensor)
     call = _broadcast_call(root_rank, name, process_set, leaves.labels)
-    if not leaves.arrays:
-        return tensor
-    if dispatch.is_traced(leaves.arrays):
-        return leaves.rebuild(_traced_broadcast(call, leaves.arrays))
-    return leaves.rebuild(dispatch.run_now(call, leaves.arrays))
+    return leaves.rebuild(_broadcast(call, leaves.arrays))
 
 
 def broadcast_async(
@@ -188,47 +183,24 @@ def broadcast_async(
 # -- allgather -------------------------------------------------------------------------------
 
 
-def _gather(call: Call, arrays: list[Any]) -> list[Any]:
-    """Gather arrays, at once or as part of a program."""
-    if not arrays:
-        return []
-    if not dispatch.is_traced(arrays):
-        return dispatch.run_now(call, arrays)
-    return list(_traced_gather(call, arrays))
-
-
 def _all_rows(array: Any, _: int, size: int) -> tuple[int, ...]:
     if array.ndim == 0:
         raise ValueError("allgather needs at least one dimension, got a scalar")
     return size * array.shape[0], *array.shape[1:]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _traced_gather(call: Call, arrays: list[Any]) -> list[Any]:
-    return dispatch.run_sized(call, arrays, _all_rows)
-
-
-def _gather_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-    return dispatch.run_sized(call, arrays, _all_rows), make_row_markers(arrays)
-
-
-def _gather_backward(call: Call, row_markers: list[Any], gradients: list[Any]) -> tuple[list[Any]]:
+def _send_back_own_rows(back: Call, gradients: list[Any], rows: list[int]) -> list[Any]:
     """Average the gradients over the ranks, and return this rank's rows."""
-    rows = row_counts(row_markers, gradients)
-    average = dataclasses.replace(backward(call), kind="allreduce", reduction=Reduction(Average))
-
-    def own_rows(arrays: list[Any]) -> list[Any]:
-        averaged = dispatch.run(average, arrays)
-        firsts = _first_rows(rows, average, dispatch.is_traced(arrays))
-        return [
-            each[first : first + count]
-            for each, first, count in zip(averaged, firsts, rows, strict=True)
-        ]
-
-    return (for_floats(own_rows, gradients),)
+    average = dataclasses.replace(back, kind="allreduce", reduction=Reduction(Average))
+    averaged = dispatch.run(average, gradients)
+    firsts = _first_rows(rows, average, dispatch.is_traced(gradients))
+    return [
+        each[first : first + count]
+        for each, first, count in zip(averaged, firsts, rows, strict=True)
+    ]
 
 
-_traced_gather.defvjp(_gather_forward, _gather_backward)
+_gather = differentiable(partial(dispatch.run_sized, shape=_all_rows), _send_back_own_rows)
 
 
 def _first_rows(rows: list[int], call: Call, traced: bool) -> list[int]:
@@ -258,26 +230,13 @@ def _broadcast_call(
     return call
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _traced_broadcast(call: Call, arrays: list[Any]) -> list[Any]:
-    return dispatch.run(call, arrays)
-
-
-def _broadcast_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], None]:
-    return dispatch.run(call, arrays), None
-
-
-def _broadcast_backward(call: Call, _: None, gradients: list[Any]) -> tuple[list[Any]]:
+def _send_back_to_root(back: Call, gradients: list[Any], _: list[int]) -> list[Any]:
     """Return the average of all ranks' gradients on the root, and zeros elsewhere."""
-    average = dataclasses.replace(backward(call), kind="allreduce", reduction=Reduction(Average))
-
-    def average_on_root(arrays: list[Any]) -> list[Any]:
-        averages = dispatch.run(average, arrays)
-        if runtime.topology.rank == call.root_rank:
-            return averages
-        return [jnp.zeros_like(each) for each in averages]
-
-    return (for_floats(average_on_root, gradients),)
+    average = dataclasses.replace(back, kind="allreduce", reduction=Reduction(Average))
+    averages = dispatch.run(average, gradients)
+    if runtime.topology.rank == back.root_rank:
+        return averages
+    return [jnp.zeros_like(each) for each in averages]
 
 
-_traced_broadcast.defvjp(_broadcast_forward, _broadcast_backward)
+_broadcast = differentiable(dispatch.run, _send_back_to_root)

@@ -48,6 +48,6 @@ class SyncBatchNorm(nnx.BatchNorm):
         if not use_running_average:
             mean, variance = statistics(x, axes, mask, self.process_set)
             for running, new in ((self.mean, mean), (self.var, variance)):
-                kept = self.momentum * running[...] + (1 - self.momentum) * new
-                running[...] = jax.lax.stop_gradient(kept)
+                updated = self.momentum * running[...] + (1 - self.momentum) * new
+                running[...] = jax.lax.stop_gradient(updated)
         return normalise(x, mean, variance, scale, bias, axes, self.epsilon).astype(x.dtype)

@@ -85,8 +85,8 @@ def DistributedOptimizer(
         delay: Number of steps between sending a fragment and updating its parameters: it travels
             beside training (streaming DiLoCo), except inside `jax.jit` on a GPU, where it travels
             when it is due. The default is 0.
-        alpha: What remains of a rank's own parameters when a delayed fragment is updated. It needs
-            `delay`, with which it is 0.5 by default.
+        alpha: Share of a rank's own parameters that remains when a delayed fragment is updated. It
+            needs `delay`, with which it is 0.5 by default.
         within: Process set of this rank's cluster, or `"host"` for the ranks of its host. In local
             steps the ranks of a cluster average their gradients. By default there are no clusters.
 
@@ -262,6 +262,6 @@ def grad(
 
 
 def _reduction(arguments: dict[str, Any]) -> Callable[[Any], Any]:
-    """Return what reduces a tree of gradients, with the arguments of a public function."""
+    """Return a function that reduces a tree of gradients; `arguments` are a public function's."""
     options = OptimizerOptions.from_arguments(arguments).checked(Average, Sum, Adasum)
     return functools.partial(reduce_gradients, options=options)

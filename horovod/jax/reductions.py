@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from horovod.common import compression as compress
 from horovod.common.optimizer_options import OptimizerOptions
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
@@ -21,7 +22,7 @@ from horovod.engine.runtime import runtime
 from horovod.jax.call import Call, Phase
 from horovod.jax.compiled import dispatch
 from horovod.jax.compression import Compression, Compressor
-from horovod.jax.derivatives import backward, for_floats
+from horovod.jax.derivatives import Run, differentiable
 from horovod.jax.trees import Leaves, flatten
 
 
@@ -66,7 +67,7 @@ def allreduce(
     leaves = flatten(tensor)
     op = resolve_reduce_op(op, average)
     call = make_call("allreduce", leaves, name, op, process_set, prescale_factor, postscale_factor)
-    return _reduce_tree(call, leaves, compression)
+    return run_compressed(_reduce, call, leaves, compression)
 
 
 def reduce_gradients(gradients: Any, options: OptimizerOptions) -> Any:
@@ -77,7 +78,8 @@ def reduce_gradients(gradients: Any, options: OptimizerOptions) -> Any:
     leaves = flatten(gradients)
     factors = options.predivide_factors
     call = make_call("allreduce", leaves, options.name, options.op, process_set, *factors)
-    return _reduce_tree(dataclasses.replace(call, ends_step=True), leaves, options.compression)
+    call = dataclasses.replace(call, ends_step=True)
+    return run_compressed(_reduce, call, leaves, options.compression)
 
 
 def average_in_phase(
@@ -105,7 +107,7 @@ def average_in_phase(
     leaves = flatten(arrays)
     call = make_call("allreduce", leaves, name, Average, process_set)
     if phase == "whole":
-        return list(_reduce_tree(call, leaves, compression))
+        return list(run_compressed(_reduce, call, leaves, compression))
     pairs = [compression.compress(array) for array in leaves.arrays]
     given = [numbers, *(array for array, _ in pairs)]
     _, *results = dispatch.run(dataclasses.replace(call, phase=phase), given)
@@ -308,42 +310,27 @@ def check_types(call: Call, arrays: Sequence[Any]) -> None:
         reduction_inputs([torch.empty(0, dtype=dtype)], call.reduction)
 
 
-def _reduce_tree(call: Call, leaves: Leaves, compression: type[Compressor]) -> Any:
-    """Compress, reduce and decompress the leaves of a tree."""
-    pairs = [compression.compress(array) for array in leaves.arrays]
-    reduced = _reduce(call, [array for array, _ in pairs])
-    return leaves.rebuild(
-        compression.decompress(array, context)
-        for array, (_, context) in zip(reduced, pairs, strict=True)
-    )
+def run_compressed(run: Run, call: Call, leaves: Leaves, compression: type[Compressor]) -> Any:
+    """Run a call on the compressed leaves of a tree, and return the tree of its results."""
+    results = compress.run_compressed(functools.partial(run, call), leaves.arrays, compression)
+    return leaves.rebuild(results)
+
+
+def _send_back_reduced(back: Call, gradients: list[Any], _: list[int]) -> list[Any]:
+    """Reduce the gradients in the same way for every operation, by upstream's convention."""
+    return dispatch.run(back, gradients)
+
+
+_reduce_differentiably = differentiable(dispatch.run, _send_back_reduced)
 
 
 def _reduce(call: Call, arrays: list[Any]) -> list[Any]:
     """Reduce arrays, at once or as part of a program."""
-    if not arrays:
-        return []
     if not dispatch.is_traced(arrays):
-        return dispatch.run_now(call, arrays)
-    # A single rank needs no call, unless the user wants its steps counted.
+        return dispatch.run_now(call, arrays) if arrays else []
+    # In a program a single rank needs no call, unless the user wants its steps counted.
     is_single = not runtime.is_elastic() and runtime.group(call.set_id).size == 1
     if is_single and not (call.ends_step and runtime.config.stats_interval is not None):
         factor = call.reduction.prescale_factor * call.reduction.postscale_factor
         return arrays if factor == 1.0 else [(a * factor).astype(a.dtype) for a in arrays]
-    return list(_traced_reduction(call, arrays))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _traced_reduction(call: Call, arrays: list[Any]) -> list[Any]:
-    return dispatch.run(call, arrays)
-
-
-def _reduction_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], None]:
-    return dispatch.run(call, arrays), None
-
-
-def _reduction_backward(call: Call, _: None, gradients: list[Any]) -> tuple[list[Any]]:
-    """Reduce the gradients in the same way for every operation, by upstream's convention."""
-    return (for_floats(functools.partial(dispatch.run, backward(call)), gradients),)
-
-
-_traced_reduction.defvjp(_reduction_forward, _reduction_backward)
+    return _reduce_differentiably(call, arrays)

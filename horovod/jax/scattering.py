@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
-
-import jax
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
@@ -16,8 +14,8 @@ from horovod.engine.runtime import runtime
 from horovod.jax.call import Call
 from horovod.jax.compiled import dispatch
 from horovod.jax.compression import Compression, Compressor
-from horovod.jax.derivatives import backward, for_floats, make_row_markers, row_counts
-from horovod.jax.reductions import check_group, make_call
+from horovod.jax.derivatives import differentiable
+from horovod.jax.reductions import check_group, make_call, run_compressed
 from horovod.jax.trees import flatten
 
 
@@ -62,12 +60,7 @@ def reducescatter(
     call = make_call(
         "reducescatter", leaves, name, op, process_set, prescale_factor, postscale_factor
     )
-    pairs = [compression.compress(array) for array in leaves.arrays]
-    scattered = _scatter(call, [array for array, _ in pairs]) if pairs else []
-    return leaves.rebuild(
-        compression.decompress(array, context)
-        for array, (_, context) in zip(scattered, pairs, strict=True)
-    )
+    return run_compressed(_scatter, call, leaves, compression)
 
 
 def reducescatter_async(
@@ -180,37 +173,17 @@ def _share(array: Any, rank: int, size: int) -> tuple[int, ...]:
     return each + (rank < extra), *array.shape[1:]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _traced_scatter(call: Call, arrays: list[Any]) -> list[Any]:
-    return dispatch.run_sized(call, arrays, _share)
-
-
-def _scatter_forward(call: Call, arrays: list[Any]) -> tuple[list[Any], list[Any]]:
-    return dispatch.run_sized(call, arrays, _share), make_row_markers(arrays)
-
-
-def _scatter_backward(call: Call, row_markers: list[Any], gradients: list[Any]) -> tuple[list[Any]]:
+def _send_back_gathered(back: Call, gradients: list[Any], rows: list[int]) -> list[Any]:
     """Gather the gradients; by upstream's convention, multiply those of a Sum by the set's size."""
-    factor = call.reduction.prescale_factor * call.reduction.postscale_factor
-    if call.reduction.op is Sum:
-        factor *= runtime.group(call.set_id).size
-    gather = dataclasses.replace(backward(call), kind="allgather", reduction=Reduction())
-    rows = iter(row_counts(row_markers, gradients))
-
-    def gather_all(arrays: list[Any]) -> list[Any]:
-        gathered = dispatch.run_sized(
-            gather, arrays, lambda array, *_: (next(rows), *array.shape[1:]), exact=False
-        )
-        return [each * factor for each in gathered]
-
-    return (for_floats(gather_all, gradients),)
+    factor = back.reduction.prescale_factor * back.reduction.postscale_factor
+    if back.reduction.op is Sum:
+        factor *= runtime.group(back.set_id).size
+    gather = dataclasses.replace(back, kind="allgather", reduction=Reduction())
+    left = iter(rows)
+    gathered = dispatch.run_sized(
+        gather, gradients, lambda array, *_: (next(left), *array.shape[1:]), exact=False
+    )
+    return [each * factor for each in gathered]
 
 
-_traced_scatter.defvjp(_scatter_forward, _scatter_backward)
-
-
-def _scatter(call: Call, arrays: list[Any]) -> list[Any]:
-    """Reduce and scatter arrays, at once or as part of a program."""
-    if not dispatch.is_traced(arrays):
-        return dispatch.run_now(call, arrays)
-    return list(_traced_scatter(call, arrays))
+_scatter = differentiable(partial(dispatch.run_sized, shape=_share), _send_back_gathered)

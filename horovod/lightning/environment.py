@@ -81,14 +81,14 @@ class Environment:
         """
         if self._main_endpoint is None:
             hvd.init()
-            mine: Any = None
+            endpoint: Any = None
             if hvd.rank() == 0:
                 one_host = hvd.local_size() == hvd.size()
                 address = LOOPBACK if one_host else routable_address(runtime.config.gloo_iface)
                 with socket.socket() as probe:
                     probe.bind(("", 0))
-                    mine = (address, probe.getsockname()[1])
-            self._main_endpoint = hvd.broadcast_object(mine, 0, "lightning.meeting_point")
+                    endpoint = (address, probe.getsockname()[1])
+            self._main_endpoint = hvd.broadcast_object(endpoint, 0, "lightning.meeting_point")
         return self._main_endpoint
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:

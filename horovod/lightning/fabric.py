@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,8 +43,8 @@ class FabricStrategy(HorovodBase):
                 "hvd.join() where a rank has no more batches"
             )
         super().__init__(**options)
-        self._backward_sync_control = _SyncControl(self)
-        self._named_parameters: dict[str, Any] = {}  # of all modules that were set up
+        self._backward_sync_control = SimpleNamespace(no_backward_sync=self._no_backward_sync)
+        self._named_parameters: dict[str, Any] = {}  # those of all modules set up so far
 
     # -- the environment -------------------------------------------------------------------
 
@@ -74,7 +75,7 @@ class FabricStrategy(HorovodBase):
         modules.check_usable(module)
         modules.share_values(module, self.process_set)
         for name, param in module.named_parameters():
-            if name in self._named_parameters:  # of an earlier module
+            if name in self._named_parameters:  # an earlier module has it
                 name = f"{name}.{len(self._named_parameters)}"
             self._named_parameters[name] = param
         return module
@@ -88,6 +89,10 @@ class FabricStrategy(HorovodBase):
     def backward(self, tensor: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc]
         self._distributed_optimizers.after_backward()
+
+    def _no_backward_sync(self, module: Any, enabled: bool = True) -> AbstractContextManager[None]:
+        """Serve `fabric.no_backward_sync`."""
+        return self._distributed_optimizers.block_reduction() if enabled else nullcontext()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         scaled = getattr(self.precision, "scaler", None) is not None
@@ -121,7 +126,11 @@ class FabricStrategy(HorovodBase):
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read the checkpoint on the first rank, and give it to all ranks."""
         files = self.checkpoint_io
-        self.checkpoint_io = _ReadOnce(files, self._read_once)
+
+        def load(*args: Any, **kwargs: Any) -> Any:
+            return self._read_once(lambda: files.load_checkpoint(*args, **kwargs))
+
+        self.checkpoint_io = SimpleNamespace(load_checkpoint=load)
         try:
             return super().load_checkpoint(path, *args, **kwargs)  # type: ignore[misc]
         finally:
@@ -131,29 +140,6 @@ class FabricStrategy(HorovodBase):
         self._distributed_optimizers.release()
         self._named_parameters.clear()
         super().teardown()  # type: ignore[misc]
-
-
-class _SyncControl:
-    """Serves `fabric.no_backward_sync`."""
-
-    def __init__(self, strategy: FabricStrategy) -> None:
-        self._strategy = strategy
-
-    def no_backward_sync(self, module: Any, enabled: bool = True) -> AbstractContextManager[None]:
-        return (
-            self._strategy._distributed_optimizers.block_reduction() if enabled else nullcontext()
-        )
-
-
-class _ReadOnce:
-    """Stands in for a checkpoint_io, and lets the first rank read for all ranks."""
-
-    def __init__(self, files: Any, read_once: Callable[[Callable[[], Any]], Any]) -> None:
-        self._files = files
-        self._read_once = read_once
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        return self._read_once(lambda: self._files.load_checkpoint(*args, **kwargs))
 
 
 @functools.cache

@@ -71,10 +71,10 @@ def check_alike(module: torch.nn.Module, process_set: ProcessSet) -> None:
         return
     everyone = hvd.allgather_object(mine, collective, process_set)
     ranks = process_set.ranks or list(range(len(everyone)))
-    odd = next(index for index, theirs in enumerate(everyone) if theirs != everyone[0])
+    other = next(index for index, theirs in enumerate(everyone) if theirs != everyone[0])
     raise ValueError(
-        f"the modules of ranks {ranks[0]} and {ranks[odd]} differ: "
-        + first_difference(everyone[0], everyone[odd])
+        f"the modules of ranks {ranks[0]} and {ranks[other]} differ: "
+        + first_difference(everyone[0], everyone[other])
     )
 
 

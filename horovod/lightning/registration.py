@@ -1,4 +1,4 @@
-"""Registers the name "horovod" with Lightning, in whatever order the two are imported.
+"""Registers the name "horovod" with Lightning, which may be imported before Horovod or after it.
 
 Lightning has no entry point for strategies. So `horovod.torch` and `horovod.lightning` call
 `install` when they are imported. It registers with a Lightning that is imported already, and it

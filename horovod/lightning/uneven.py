@@ -39,8 +39,8 @@ class BatchWatcher:
             self._trainer.callbacks.remove(self)
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        mine = trainer.num_training_batches
-        counts = hvd.allgather_object(mine, "lightning.batches", self._strategy.process_set)
+        num_batches = trainer.num_training_batches
+        counts = hvd.allgather_object(num_batches, "lightning.batches", self._strategy.process_set)
         if self._strategy.join:
             _check_validation(trainer)
             return
@@ -69,21 +69,21 @@ class BatchWatcher:
         for optimizer in self._strategy.optimizers:
             hvd.broadcast_optimizer_state(optimizer, last)
         loop = trainer.fit_loop.epoch_loop
-        mine = {
+        own_state = {
             "schedulers": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
             "loop": loop.state_dict(),
             "precision": trainer.precision_plugin.state_dict(),
         }
-        theirs = hvd.broadcast_object(mine, last, "lightning.joined")
+        latest = hvd.broadcast_object(own_state, last, "lightning.joined")
         if hvd.rank() == last:
             return
-        for config, state in zip(trainer.lr_scheduler_configs, theirs["schedulers"], strict=True):
+        for config, state in zip(trainer.lr_scheduler_configs, latest["schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
-        trainer.precision_plugin.load_state_dict(theirs["precision"])
+        trainer.precision_plugin.load_state_dict(latest["precision"])
         # Within an epoch each rank keeps its own batch count, by which it knows its last batch.
         progress, restarting = loop.batch_progress, loop.restarting
         mine_in_epoch, was_last = copy.copy(progress.current), progress.is_last_batch
-        loop.load_state_dict(theirs["loop"])
+        loop.load_state_dict(latest["loop"])
         progress.current, progress.is_last_batch = mine_in_epoch, was_last
         loop.restarting = restarting  # loading set it, but nothing is resumed: the epoch ends here
 

@@ -7,7 +7,7 @@ array waits until it may be read or written.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -47,6 +47,16 @@ def check_array(value: Any) -> Any:
     if value.stype != "default":
         raise ValueError(f"expected a dense array, not one of storage type {value.stype!r}")
     return value
+
+
+def check_one_device(arrays: Sequence[Any], name: str) -> Sequence[Any]:
+    """Return the arrays of a parameter, one for each device; ValueError if there are several."""
+    if len(arrays) > 1:
+        raise ValueError(
+            f"the parameter {name!r} is on {len(arrays)} devices, and a Horovod rank has one: "
+            "initialise the model with one context"
+        )
+    return arrays
 
 
 def to_torch(array: Any, write: bool = False) -> torch.Tensor:

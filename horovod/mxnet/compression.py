@@ -6,23 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from horovod.common.compression import Compressor, NoneCompressor
+from horovod.common.compression import CastCompressor, Compressor, NoneCompressor
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
-class FP16Compressor(Compressor):
+class FP16Compressor(CastCompressor):
     """Sends floating-point arrays as float16."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        if not np.issubdtype(tensor.dtype, np.floating):
-            return tensor, None
-        return tensor.astype("float16"), tensor.dtype
+    dtype = "float16"
 
     @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        return tensor if ctx is None else tensor.astype(ctx)
+    def is_floating(tensor: Any) -> bool:
+        return bool(np.issubdtype(tensor.dtype, np.floating))
 
 
 class Compression:

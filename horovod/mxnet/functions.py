@@ -11,7 +11,7 @@ from horovod.engine import objects
 from horovod.engine.collective import WORLD
 from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
-from horovod.mxnet.arrays import mxnet_errors
+from horovod.mxnet.arrays import check_one_device, mxnet_errors
 from horovod.mxnet.mpi_ops import broadcast_, start_broadcast
 
 
@@ -85,16 +85,10 @@ def _arrays(value: Any, root_rank: int, name: str) -> list[Any]:
     if not isinstance(value, mx.gluon.Parameter):
         raise ValueError(f"the parameter {name!r} is a {type(value).__name__}, not an array")
     try:
-        arrays = value.list_data()
+        return list(check_one_device(value.list_data(), name))
     except mx.gluon.parameter.DeferredInitializationError:
         _broadcast_when_initialised(value, root_rank, name)
         return []
-    if len(arrays) > 1:
-        raise ValueError(
-            f"the parameter {name!r} is on {len(arrays)} devices, and a Horovod rank has one: "
-            "initialise the model with one context"
-        )
-    return list(arrays)
 
 
 def _broadcast_when_initialised(parameter: Any, root_rank: int, name: str) -> None:

@@ -5,7 +5,6 @@ Calls return when their result is complete. `priority` is accepted everywhere an
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from horovod.engine.arguments import movement_input, reduction_inputs, set_id
+from horovod.engine.arguments import check_splits, movement_input, reduction_inputs, set_id
 from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from horovod.engine.shared_api import *
@@ -198,7 +197,9 @@ def alltoall(
     """
     with mxnet_errors():
         source = movement_input(to_torch(tensor))
-        rows = None if splits is None else _check_splits(splits)
+        if hasattr(splits, "asnumpy"):
+            splits = check_array(splits).asnumpy().reshape(-1)
+        rows = None if splits is None else check_splits(splits)
         collective = Collective(Kind.ALLTOALL, name, set_id(process_set), splits=rows)
         request = runtime.submit(collective, [source], background=False)
         output, received = request.wait()
@@ -206,19 +207,6 @@ def alltoall(
         if splits is None:
             return rows_received
         return rows_received, to_mxnet(torch.tensor(received, dtype=torch.int32), tensor)
-
-
-def _check_splits(splits: Any) -> tuple[int, ...]:
-    """Return the splits as a tuple; ValueError if they are not integers."""
-    if hasattr(splits, "asnumpy"):
-        check_array(splits)
-        if splits.dtype.__name__ != "int32":
-            raise ValueError(f"splits must be of type int32, not {splits.dtype.__name__}")
-        splits = splits.asnumpy().reshape(-1)
-    try:
-        return tuple(operator.index(rows) for rows in splits)
-    except TypeError:
-        raise ValueError(f"splits must be integers, one for each rank, not {splits!r}") from None
 
 
 def reducescatter(

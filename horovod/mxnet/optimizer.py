@@ -19,7 +19,7 @@ from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
 from horovod.mxnet.allreduce_ops import start_allreduce
-from horovod.mxnet.arrays import mxnet_errors
+from horovod.mxnet.arrays import check_one_device, mxnet_errors
 from horovod.mxnet.compression import Compression, Compressor
 
 
@@ -77,7 +77,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         self._optimizer = optimizer
         self._options = _options(locals())
         self._num_groups = num_groups
-        self._counted_updates = optimizer.num_update  # those that the statistics have counted
+        self._counted_updates = optimizer.num_update  # the updates in the statistics
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":  # missing while the object is being unpickled
@@ -241,7 +241,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         for index, parameter in enumerate(self._params):
             if parameter.grad_req == "null":
                 continue
-            (gradient,) = _check_one_device(parameter.list_grad(), parameter.name)
+            (gradient,) = check_one_device(parameter.list_grad(), parameter.name)
             sent.append((index, gradient, *self._options.compression.compress(gradient)))
         groups = self._groups(sent)
         _average(groups, self._options)
@@ -275,12 +275,3 @@ def _sorted_parameters(params: Any) -> Any:
         f"params must be a dict, a ParameterDict or a list of parameters, not "
         f"{type(params).__name__}"
     )
-
-
-def _check_one_device(arrays: Sequence[Any], name: str) -> Sequence[Any]:
-    """Return the arrays of a parameter; ValueError if there are several."""
-    if len(arrays) > 1:
-        raise ValueError(
-            f"the parameter {name!r} is on {len(arrays)} devices, and a Horovod rank has one"
-        )
-    return arrays

@@ -40,7 +40,7 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):
         self._optimizer = optimizer
         self._compression = compression
         self._passes = backward_passes_per_step
-        self._counter: Any = None  # of steps since the last combination; None to combine each step
+        self._counter: Any = None  # counts steps since the last combination; None: combine each
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients of the wrapped optimizer, which are this rank's own."""
@@ -83,13 +83,13 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):
 
     def _combine(self, variables: Sequence[Any], starts: Sequence[Any]) -> Any:
         """Combine the ranks' changes since the start by Adasum, and apply the result."""
-        begun = [start.read_value() for start in starts]
+        start_values = [start.read_value() for start in starts]
         call = Call("HorovodGroupedAllreduce", self._wire_name, True, global_process_set, buckets=1)
         deltas = reduce_group(
             call,
             [
                 variable.read_value() - start
-                for variable, start in zip(variables, begun, strict=True)
+                for variable, start in zip(variables, start_values, strict=True)
             ],
             Reduction(Adasum),
             self._compression,
@@ -97,7 +97,7 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):
         return as_op(
             [
                 variable.assign(begin + delta, read_value=False)
-                for variable, begin, delta in zip(variables, begun, deltas, strict=True)
+                for variable, begin, delta in zip(variables, start_values, deltas, strict=True)
             ]
         )
 

@@ -6,10 +6,9 @@ so that models which differ end in an error that names the variable, before any 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,8 @@ from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.engine.wait_for_all import wait_for_all
 from horovod.tensorflow.ops import bridge
-from horovod.tensorflow.ops.errors import FailedPreconditionError, eager_error
+from horovod.tensorflow.ops.call import spec_like
+from horovod.tensorflow.ops.errors import FailedPreconditionError, tensorflow_errors
 
 _ALIGNMENT = 64  # bytes; TensorFlow takes over memory with this alignment, and copies other memory
 _CHUNK = 64 * 2**20  # bytes; the most that one broadcast sends, unless a variable is larger
@@ -157,8 +157,7 @@ def _broadcast(
     received = bridge.run(
         exchange,
         values,
-        [value.dtype for value in values],
-        [value.shape for value in values],
+        [spec_like(value) for value in values],
         name or "HorovodBroadcastVariables",
         ignore_name_scope=name is None,
     )
@@ -284,7 +283,7 @@ def broadcast_object(
     Raises:
         ValueError: The root could not pickle its object; all ranks raise.
     """
-    with _tensorflow_errors():
+    with tensorflow_errors():
         return objects.broadcast_object(
             obj, root_rank, name or "broadcast_object", set_id(process_set)
         )
@@ -331,15 +330,5 @@ def allgather_object(
     Raises:
         ValueError: A rank could not pickle its object; all ranks raise.
     """
-    with _tensorflow_errors():
+    with tensorflow_errors():
         return objects.allgather_object(obj, name or "allgather_object", set_id(process_set))
-
-
-@contextlib.contextmanager
-def _tensorflow_errors() -> Iterator[None]:
-    """Raise the engine's errors inside this context as TensorFlow's."""
-    was_initialised = runtime.is_initialized()
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        raise eager_error(error, was_initialised) from error

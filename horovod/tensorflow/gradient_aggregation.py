@@ -40,7 +40,7 @@ class GradientAggregation:
     ) -> None:
         check_passes(backward_passes_per_step)
         self.backward_passes_per_step = backward_passes_per_step
-        self.counter: Any = None  # of passes since the last reduction; made in the first pass
+        self.counter: Any = None  # counts passes since the last reduction; made in the first
         self._allreduce = allreduce_func
         self._sparse_as_dense = sparse_as_dense
         self._average = average_aggregated_gradients
@@ -63,7 +63,7 @@ class GradientAggregation:
         The results of other passes must not be applied; `apply_gradients` takes care of that.
         """
         variables = list(vars)
-        results = [self._as_dense(gradient) for gradient in grads]
+        results = [to_dense(gradient, self._sparse_as_dense) for gradient in grads]
         if self.backward_passes_per_step == 1:
             return self._reduce(results, variables)
         self._make_variables(results, variables)
@@ -135,16 +135,6 @@ class GradientAggregation:
         if not self._average:
             return value
         return value / tf.cast(self.backward_passes_per_step, value.dtype)
-
-    def _as_dense(self, gradient: Any) -> Any:
-        if not isinstance(gradient, tf.IndexedSlices):
-            return gradient
-        if not self._sparse_as_dense:
-            raise ValueError(
-                "gradients of embeddings (tf.IndexedSlices) can be added up over several passes "
-                "only with sparse_as_dense=True"
-            )
-        return tf.convert_to_tensor(gradient)
 
     def _reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         results = list(gradients)
@@ -226,6 +216,22 @@ class LocalGradientAggregationHelper(GradientAggregation):
             return super()._count_pass(optimizer, *args, **kwargs)
         global_step = kwargs.get("global_step", args[1] if len(args) > 1 else None)
         return None if global_step is None else tf.compat.v1.assign_add(global_step, 1)
+
+
+def to_dense(gradient: Any, sparse_as_dense: bool) -> Any:
+    """Return a gradient as a dense tensor, which can be added up.
+
+    Raises:
+        ValueError: The gradient is sparse, and the user has not allowed to make it dense.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    if not sparse_as_dense:
+        raise ValueError(
+            "gradients of embeddings (tf.IndexedSlices) can be added up over several passes "
+            "(backward_passes_per_step > 1) only with sparse_as_dense=True"
+        )
+    return tf.convert_to_tensor(gradient)
 
 
 def new_variable(shape: tf.TensorShape, dtype: tf.DType, name: str) -> tf.Variable:

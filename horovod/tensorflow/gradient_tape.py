@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod.common.optimizer_options import OptimizerOptions
+from horovod.common.optimizer_options import OptimizerOptions, weights_of
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
 from horovod.tensorflow.compression import Compression
@@ -162,17 +162,10 @@ def PartialDistributedGradientTape(
     Raises:
         ValueError: An argument is wrong, or the tape is distributed already.
     """
-    if local_layers is None:
-        local_layers = []
-    elif not isinstance(local_layers, (list, tuple, set)):
-        local_layers = [local_layers]
-    for layer in local_layers:
-        if not hasattr(layer, "trainable_weights"):
-            raise ValueError(f"local_layers must be Keras layers, not {type(layer).__name__}")
+    weights = weights_of(local_layers)
     tape = _distributed_tape(gradtape, OptimizerOptions.from_arguments(locals()))
-    for layer in local_layers:
-        for weight in layer.trainable_weights:
-            tape.register_local_source(weight)
+    for weight in weights:
+        tape.register_local_source(weight)
     return tape
 
 

@@ -86,8 +86,7 @@ class GradientReduction:
         (is_single,) = bridge.run(
             lambda *_: [torch.tensor(self._ends_step_as_single())],
             [],
-            [tf.bool],
-            [()],
+            [tf.TensorSpec((), tf.bool)],
             "HorovodIsAlone",
         )
         results = tf.cond(

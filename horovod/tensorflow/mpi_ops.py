@@ -45,7 +45,7 @@ def join() -> tf.Tensor:
         last = bridge.wait(runtime.join(background=False))
         return [torch.tensor(last, dtype=torch.int32)]
 
-    return bridge.run(collective, [], [tf.int32], [()], "HorovodJoin")[0]
+    return bridge.run(collective, [], [bridge.INT32_SCALAR], "HorovodJoin")[0]
 
 
 __all__ = [

@@ -116,8 +116,8 @@ def _gather_rows(rows: tf.Tensor) -> tf.Tensor:
         return [table]
 
     def forward(own: tf.Tensor) -> list[tf.Tensor]:
-        shape = [None, *own.shape]
-        return bridge.run(fill_table, [own], [own.dtype], [shape], name, ignore_name_scope=True)
+        table = tf.TensorSpec([None, *own.shape], own.dtype)
+        return bridge.run(fill_table, [own], [table], name, ignore_name_scope=True)
 
     def backward(gradient: tf.Tensor) -> list[tf.Tensor]:
         total = allreduce(gradient, op=Sum, name=f"{name}.grad", ignore_name_scope=True)

@@ -107,7 +107,7 @@ def test_a_graph_op_keeps_nothing_alive_after_it_ran(tf_pool2: RankPool, with_th
             return results
 
         def step(x):
-            return bridge.run(function, [x + 1], [tf.float32], [x.shape])
+            return bridge.run(function, [x + 1], [tf.TensorSpec(x.shape, tf.float32)])
 
         if with_thread:  # v1 graphs and functions of other threads
             with tf.Graph().as_default(), tf.compat.v1.Session() as session:

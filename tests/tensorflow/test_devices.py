@@ -247,7 +247,8 @@ def odd_views() -> list[list[float]]:
         return views
 
     sources = [put(np.zeros(view.shape, "float32")) for view in views]
-    results = bridge.run(function, sources, [tf.float32] * 5, [view.shape for view in views])
+    specs = [tf.TensorSpec(view.shape, tf.float32) for view in views]
+    results = bridge.run(function, sources, specs)
     return [
         [float(tf.reduce_sum(each * 2)) for each in results],
         [2 * float(v.sum()) for v in views],

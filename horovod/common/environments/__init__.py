@@ -79,18 +79,15 @@ def _require_agreement(environments: list[Environment]) -> None:
     """Raise ValueError if launchers claim different ranks for this process."""
     if len({environment.claim() for environment in environments}) < 2:
         return
-    told = "; ".join(
-        f"{environment.name} says rank {environment.claim()[0]} of {environment.claim()[1]} "
-        f"({describe(environment.environ, _names(environment))})"
-        for environment in environments
-    )
+    claims = []
+    for environment in environments:
+        rank, size = environment.claim()
+        names = environment.variables.rank, environment.variables.size
+        shown = describe(environment.environ, names)
+        claims.append(f"{environment.name} says rank {rank} of {size} ({shown})")
     raise ValueError(
-        f"cannot tell this process's rank, because launchers contradict each other: {told}. Unset "
+        f"cannot tell this process's rank, because launchers contradict each other: "
+        f"{'; '.join(claims)}. Unset "
         f"the variables of the launcher that did not start this job, or set HOROVOD_RANK, "
         f"HOROVOD_SIZE, HOROVOD_LOCAL_RANK and HOROVOD_LOCAL_SIZE yourself."
     )
-
-
-def _names(environment: Environment) -> tuple[str, str]:
-    """Return the variables in which a launcher passes rank and size."""
-    return environment.variables.rank, environment.variables.size

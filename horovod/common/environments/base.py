@@ -128,9 +128,9 @@ class Environment(ABC):
 
     def _error(self, problem: str, *names: str) -> ValueError:
         """Return the error for variables from which no rank follows."""
-        seen = describe(self.environ, names)
+        values = describe(self.environ, names)
         return ValueError(
-            f"cannot tell this process's rank: {self.name} {problem} ({seen}). Start it with a "
+            f"cannot tell this process's rank: {self.name} {problem} ({values}). Start it with a "
             f"launcher, unset the variables that do not belong to this job, or set HOROVOD_RANK, "
             f"HOROVOD_SIZE, HOROVOD_LOCAL_RANK and HOROVOD_LOCAL_SIZE yourself."
         )

@@ -9,7 +9,7 @@ from horovod.common.topology import Topology
 
 
 class Single(Environment):
-    """One rank, whatever the variables are."""
+    """A job of one rank, which needs no variables."""
 
     name = "no launcher"
     rendezvous = RendezvousMethod.NOT_NEEDED

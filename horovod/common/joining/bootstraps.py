@@ -27,11 +27,14 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from horovod.common import mpi
 from horovod.common.logging import get_logger
+
+T = TypeVar("T")
 
 _PAUSE = 0.02
 _MAX_OFFER = 4096
@@ -68,6 +71,21 @@ def _check_offer(text: str) -> str:
     return text
 
 
+def _retry(attempt: Callable[[float], T], timeout: float, failure: str) -> T:
+    """Return the result of `attempt`, which is called until it raises no error, or time is up.
+
+    It gets the seconds that are left. At the end `failure` is the text of a TimeoutError.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return attempt(max(deadline - time.monotonic(), 0.001))
+        except (OSError, ValueError) as error:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(failure) from error
+        time.sleep(_PAUSE)
+
+
 class LocalSocket(Bootstrap):
     """An abstract Unix socket (Linux): it has no file, and ends with rank 0."""
 
@@ -81,20 +99,14 @@ class LocalSocket(Bootstrap):
         self._finished = False
 
     def publish(self, offer: str, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        while True:
-            try:
-                listener.bind(self._name)
-                break
-            except OSError as error:
-                # An earlier program of the same launcher job may be about to end.
-                if time.monotonic() >= deadline:
-                    listener.close()
-                    raise TimeoutError(
-                        f"the local socket {self.where} is in use by another process"
-                    ) from error
-                time.sleep(_PAUSE)
+        is_in_use = f"the local socket {self.where} is in use by another process"
+        try:
+            # An earlier program of the same launcher job may be about to end.
+            _retry(lambda _: listener.bind(self._name), timeout, is_in_use)
+        except TimeoutError:
+            listener.close()
+            raise
         listener.listen(self._size)
         listener.settimeout(timeout)
         self._listener = listener
@@ -121,13 +133,9 @@ class LocalSocket(Bootstrap):
                         served.add(rank)
 
     def fetch(self, timeout: float) -> str:
-        deadline = time.monotonic() + timeout
-        while True:
-            with contextlib.suppress(OSError, ValueError):
-                return self._ask(max(deadline - time.monotonic(), 0.001))
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"rank 0 does not listen at the local socket {self.where}")
-            time.sleep(_PAUSE)
+        return _retry(
+            self._ask, timeout, f"rank 0 does not listen at the local socket {self.where}"
+        )
 
     def _ask(self, timeout: float) -> str:
         """Connect to rank 0 and return its offer."""
@@ -182,13 +190,7 @@ class SharedFile(Bootstrap):
             raise
 
     def fetch(self, timeout: float) -> str:
-        deadline = time.monotonic() + timeout
-        while True:
-            with contextlib.suppress(OSError, ValueError):
-                return self._read()
-            if time.monotonic() >= deadline:
-                raise TimeoutError(f"rank 0 has not written {self._path}")
-            time.sleep(_PAUSE)
+        return _retry(lambda _: self._read(), timeout, f"rank 0 has not written {self._path}")
 
     def _read(self) -> str:
         """Return the offer in the file; raise if others could have written it."""
@@ -244,13 +246,12 @@ def _await_listener(address: str, port: int, timeout: float) -> None:
     torch's client would wait half a second and more between two attempts. If nobody ever listens,
     torch's client is left to say what is wrong.
     """
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((address, port), max(deadline - time.monotonic(), 0.1)).close()
-            return
-        except OSError:
-            time.sleep(_PAUSE)
+
+    def connect(left: float) -> None:
+        socket.create_connection((address, port), max(left, 0.1)).close()
+
+    with contextlib.suppress(TimeoutError):
+        _retry(connect, timeout, "nobody listens")
 
 
 class MpiBroadcast(Bootstrap):

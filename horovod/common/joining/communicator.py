@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from horovod.common.config import Config
 from horovod.common.joining.addresses import LOOPBACK, routable_address
-from horovod.common.store import Store, StoreClient, StoreServer
+from horovod.common.joining.launcher_store import StoreAddress
+from horovod.common.store import Store, StoreServer
 from horovod.common.topology import Topology
-from horovod.common.wire import decode_key, encode_key, new_key
+from horovod.common.wire import new_key
 
 _servers: list[StoreServer] = []  # kept as long as the process lives: others may still read
 
@@ -25,16 +25,13 @@ def connect(comm: Any, config: Config) -> tuple[Topology, Store]:
     cross = comm.Split(local_rank)
     topology = Topology(rank, size, local_rank, local_size, cross.Get_rank(), cross.Get_size())
     cross.Free()
-    offer = ""
+    store: StoreAddress | None = None
     if rank == 0:
-        address = LOOPBACK if local_size == size else routable_address(config.gloo_iface, [])
+        address = LOOPBACK if local_size == size else routable_address(config.gloo_iface)
         key = new_key()
         server = StoreServer(address, key)
         _servers.append(server)
-        content = {"address": server.address, "port": server.port, "key": encode_key(key)}
-        offer = json.dumps(content)
-    content = json.loads(comm.bcast(offer, root=0))
-    client = StoreClient(
-        content["address"], content["port"], decode_key(content["key"]), config.start_timeout
-    )
-    return topology, client
+        store = StoreAddress(server.address, server.port, key)
+    store = comm.bcast(store, root=0)
+    assert store is not None, "rank 0 has sent it"
+    return topology, store.connect(config.start_timeout)

@@ -199,7 +199,7 @@ class _ServedByRankZero:
                 client.set(f"{_ARRIVED}/{self._topology.rank}", b"")
                 break
             except (ConnectionError, PermissionError, TimeoutError) as error:
-                # Nobody there, or somebody else: what an earlier run left behind. Ask again.
+                # The offer may be one that an earlier run left behind. Ask again.
                 if time.monotonic() + _RETRY_PAUSE >= deadline:
                     raise self._failure(bootstrap, error) from error
                 time.sleep(_RETRY_PAUSE)
@@ -211,8 +211,8 @@ class _ServedByRankZero:
         content = json.loads(text)
         if self._shared_key is None and "key" not in content:
             raise ValueError(
-                f"rank 0 has the job's key from {SECRET_KEY}, but {self._who()} does not: set it "
-                f"for all ranks or for none"
+                f"rank 0 has the job's key from {SECRET_KEY}, but {self._own_name()} does not: "
+                f"set it for all ranks or for none"
             )
         key = self._shared_key or decode_key(content["key"])
         return StoreAddress(content["address"], content["port"], key)
@@ -285,13 +285,13 @@ class _ServedByRankZero:
             return StoreOfTorch(address, port, job, serve, timeout)
         except (OSError, RuntimeError, ValueError) as error:
             raise ConnectionError(
-                f"{self._who()} cannot use torch's TCPStore at MASTER_ADDR={address}, "
+                f"{self._own_name()} cannot use torch's TCPStore at MASTER_ADDR={address}, "
                 f"MASTER_PORT={port} within {timeout:g} s ({error}): check that rank 0 runs, that "
                 f"this host may connect to that address, and that no other job has the port"
             ) from error
 
-    def _who(self) -> str:
-        """Name this rank in error messages."""
+    def _own_name(self) -> str:
+        """Return the name of this rank for error messages."""
         return (
             f"rank {self._topology.rank} of {self._topology.size} (started by "
             f"{self._environment.name})"
@@ -300,8 +300,8 @@ class _ServedByRankZero:
     def _failure(self, bootstrap: Bootstrap, error: Exception) -> TimeoutError:
         """Return the error for ranks that did not find each other in time."""
         return TimeoutError(
-            f"{self._who()} did not meet rank 0 within {self._config.start_timeout:g} s through "
-            f"{bootstrap.where}: {error}. Check that all {self._topology.size} ranks run and call "
-            f"init(), and that this host can connect to rank 0's; a slow start needs a larger "
-            f"HOROVOD_START_TIMEOUT."
+            f"{self._own_name()} did not meet rank 0 within {self._config.start_timeout:g} s "
+            f"through {bootstrap.where}: {error}. Check that all {self._topology.size} ranks run "
+            f"and call init(), and that this host can connect to rank 0's; a slow start needs a "
+            f"larger HOROVOD_START_TIMEOUT."
         )

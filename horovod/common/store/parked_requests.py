@@ -56,7 +56,7 @@ class ParkedRequests(Generic[Owner]):
     def next_deadline(self) -> float:
         """The earliest deadline; infinity if there is none."""
         while self._deadlines and self._deadlines[0][1] not in self._requests:
-            heapq.heappop(self._deadlines)  # of a request that was answered early
+            heapq.heappop(self._deadlines)  # its request was answered early
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def _remove(self, ticket: int) -> Owner:

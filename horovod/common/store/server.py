@@ -99,9 +99,9 @@ class StoreServer:
         self._waker_in.setblocking(False)
         self._waker_out.setblocking(False)
         self._connections: dict[_Connection, None] = {}  # an ordered set
-        self._pending: dict[_Connection, None] = {}  # in the handshake; an ordered set
+        self._pending: dict[_Connection, None] = {}  # with unfinished handshakes; ordered
         self._parked: ParkedRequests[_Connection] = ParkedRequests()
-        self._changed_keys: deque[str] = deque()  # by other threads; append and popleft are atomic
+        self._changed_keys: deque[str] = deque()  # other threads append, which is atomic
         self._accept_again = math.inf  # when the listener is polled again
         self._closing = False
         self._selector = selectors.DefaultSelector()

@@ -30,7 +30,7 @@ from jax.interpreters import ad, batching, mlir
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.runtime import runtime
-from horovod.jax.call import Call, from_text
+from horovod.jax.call import Call, fill, from_text
 from horovod.jax.compiled import xla_ffi
 
 try:
@@ -79,13 +79,10 @@ class HostFunction:
     """
 
     is_ordered: ClassVar[bool] = False
+    kind: ClassVar[str] = "function"
 
     function: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
     key: str
-
-    @property
-    def kind(self) -> str:
-        return "function"
 
     def to_text(self) -> str:
         return self.key
@@ -250,9 +247,7 @@ def _execute(text: bytes, sources: list[torch.Tensor], targets: list[torch.Tenso
     call = _functions.get(text)
     if call is None:
         raise HorovodInternalError("this program calls a function of another process: compile anew")
-    for source, target in zip(sources, targets, strict=True):
-        if source.data_ptr() != target.data_ptr():
-            target.copy_(source)
+    fill(targets, sources)
     for target, result in zip(targets, call.function(list(targets)), strict=True):
         if result is not target:
             target.copy_(result)

@@ -17,8 +17,8 @@ class EpochSampler(ElasticSampler):
     """Replaces Lightning's DistributedSampler for training data."""
 
     def __init__(self, dataset: Any, shuffle: bool, seed: int, batch_size: int) -> None:
-        self.batches = 0  # that each rank has done in this epoch
-        self._batches_before = 0  # those done when the rest was last divided among the ranks
+        self.batches = 0  # the number of batches that each rank has done in this epoch
+        self._batches_before = 0  # as it was when the rest was last divided
         self._batch_size = batch_size
         super().__init__(dataset, shuffle, seed)
 

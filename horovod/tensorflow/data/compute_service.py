@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import tensorflow as tf
@@ -72,29 +72,17 @@ class TfDataServiceConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return this configuration as a dictionary for JSON, with the key in hexadecimal."""
-        return {
-            "dispatchers": self.dispatchers,
-            "workers_per_dispatcher": self.workers_per_dispatcher,
-            "dispatcher_side": self.dispatcher_side,
-            "addresses": {nic: list(endpoints) for nic, endpoints in self.addresses.items()},
-            "key": self.key.hex(),
-            "timeout": self.timeout,
-        }
+        return {**asdict(self), "key": self.key.hex()}
 
     @staticmethod
     def from_dict(config: Mapping[str, Any]) -> TfDataServiceConfig:
-        addresses = {
+        values = {each.name: config[each.name] for each in fields(TfDataServiceConfig)}
+        values["key"] = bytes.fromhex(config["key"])
+        values["addresses"] = {
             nic: [(str(address), int(port)) for address, port in endpoints]
             for nic, endpoints in config["addresses"].items()
         }
-        return TfDataServiceConfig(
-            dispatchers=config["dispatchers"],
-            workers_per_dispatcher=config["workers_per_dispatcher"],
-            dispatcher_side=config["dispatcher_side"],
-            addresses=addresses,
-            key=bytes.fromhex(config["key"]),
-            timeout=config["timeout"],
-        )
+        return TfDataServiceConfig(**values)
 
     def write(self, filename: str | os.PathLike[str]) -> None:
         """Write the file `filename`, which only this user can read, in one atomic step."""

@@ -38,7 +38,7 @@ def restrict_to(address: str) -> Iterator[None]:
     except OSError as error:
         get_logger(__name__).warning(
             "cannot keep TensorFlow's data service to %s (%s): it listens on all addresses of this "
-            "host and serves whoever reaches them; see that a firewall stands before it",
+            "host, and serves everybody who can reach one: protect it with a firewall",
             address,
             error,
         )

@@ -12,19 +12,12 @@ import tensorflow as tf
 import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.arguments import movement_inputs
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 from horovod.tensorflow.ops import bridge
 from horovod.tensorflow.ops.bridge import as_tensor, without_autograph
-from horovod.tensorflow.ops.call import (
-    Call,
-    check_group,
-    for_floats,
-    make_differentiable,
-    restore_types,
-    spec_with_any_rows,
-    to_movable,
-)
+from horovod.tensorflow.ops.call import Call, check_group, restore_types, spec_with_any_rows
 from horovod.tensorflow.ops.reduction import AVERAGE, reduce
 
 
@@ -95,11 +88,8 @@ def gather(call: Call, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
         allgather = Collective(Kind.ALLGATHER, name, call.set_id)
-        request = runtime.submit(allgather, to_movable(sources), background=False)
+        request = runtime.submit(allgather, movement_inputs(sources), background=False)
         return restore_types(bridge.wait(request), sources)
-
-    def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:
-        return call.run(collective, inputs, [spec_with_any_rows(tensor) for tensor in inputs])
 
     def own_rows(gradients: list[tf.Tensor], indices: list[int]) -> list[tf.Tensor]:
         backward = call.backward()
@@ -113,10 +103,7 @@ def gather(call: Call, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             parts.append(part)
         return parts
 
-    def gradient(*gradients: Any) -> list[Any]:
-        return for_floats(own_rows, gradients, tensors)
-
-    return make_differentiable(forward, gradient, tensors)
+    return call.run_differentiably(collective, tensors, spec_with_any_rows, own_rows)
 
 
 def _first_rows(call: Call, counts: tf.Tensor) -> tf.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.common.compression import run_compressed
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.engine.collective import Reduction
@@ -143,12 +144,8 @@ def reduce_group(
     compression: type[Compressor],
 ) -> list[tf.Tensor]:
     """Reduce dense tensors as one operation."""
-    pairs = [compression.compress(as_tensor(tensor)) for tensor in tensors]
-    reduced = reduce(call, [tensor for tensor, _ in pairs], reduction)
-    return [
-        compression.decompress(tensor, context)
-        for tensor, (_, context) in zip(reduced, pairs, strict=True)
-    ]
+    given = [as_tensor(tensor) for tensor in tensors]
+    return run_compressed(lambda sent: reduce(call, sent, reduction), given, compression)
 
 
 def reduce_slices(call: Call, slices: tf.IndexedSlices, reduction: Reduction) -> tf.IndexedSlices:

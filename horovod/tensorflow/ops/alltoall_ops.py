@@ -11,7 +11,7 @@ import tensorflow as tf
 import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.engine.arguments import check_splits
+from horovod.engine.arguments import check_splits, movement_inputs
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 from horovod.tensorflow.ops import bridge
@@ -21,7 +21,6 @@ from horovod.tensorflow.ops.call import (
     make_differentiable,
     restore_types,
     spec_with_any_rows,
-    to_movable,
 )
 
 
@@ -68,7 +67,7 @@ def _exchange(call: Call, tensor: tf.Tensor, splits: tf.Tensor) -> list[tf.Tenso
     def collective(values: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
         source, rows = values
         alltoall = Collective(Kind.ALLTOALL, name, call.set_id, splits=check_splits(rows))
-        request = runtime.submit(alltoall, to_movable([source]), background=False)
+        request = runtime.submit(alltoall, movement_inputs([source]), background=False)
         output, received = bridge.wait(request)
         return [*restore_types([output], [source]), torch.tensor(received, dtype=torch.int32)]
 

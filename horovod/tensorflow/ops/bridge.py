@@ -34,6 +34,8 @@ Function = Callable[[list[torch.Tensor], "str | None"], Sequence[torch.Tensor]]
 # rewrite the function, and everything that it calls, into code that is slow to make and to run.
 without_autograph = tf.autograph.experimental.do_not_convert
 
+INT32_SCALAR = tf.TensorSpec((), tf.int32)
+
 # TensorFlow aborts the process when it is asked for the memory of a tensor of any other type.
 _SENDABLE = frozenset(
     {
@@ -62,8 +64,7 @@ _current_call = _CurrentCall()
 def run(
     function: Function,
     inputs: Sequence[Any],
-    dtypes: Sequence[tf.DType],
-    shapes: Sequence[Any],
+    like: Sequence[tf.TensorSpec],
     name: str | None = None,
     ignore_name_scope: bool = False,
     known_as: str | None = None,
@@ -74,8 +75,7 @@ def run(
         function: Gets read-only torch views of the inputs and the operation's name, and returns new
             torch tensors. In a graph it is called each time the op runs.
         inputs: Tensors, variables, arrays or numbers.
-        dtypes: The types of the results.
-        shapes: The static shapes of the results in a graph.
+        like: The types of the results, and their static shapes in a graph.
         name: The operation's name; in a graph TensorFlow makes it unique.
         ignore_name_scope: Whether the ranks leave out the graph's scopes from the op's name.
         known_as: The name that `function` gets in a graph; by default the op's name.
@@ -85,9 +85,7 @@ def run(
     """
     tensors = [as_tensor(value) for value in inputs]
     if not tf.executing_eagerly():
-        return _add_op(
-            function, tensors, dtypes, shapes, name or "Horovod", ignore_name_scope, known_as
-        )
+        return _add_op(function, tensors, like, name or "Horovod", ignore_name_scope, known_as)
     was_initialised = runtime.is_initialized()
     try:
         return _call(function, tensors, name, line_of_script())
@@ -199,15 +197,15 @@ def _call_on_gpu(
         for result, source in zip(function(inputs, name), sources, strict=True)
     ]
     _synchronize(gpus)
-    kept = [to_tensorflow(result) for result in results]
+    outputs = [to_tensorflow(result) for result in results]
     lent = [index for index, result in enumerate(results) if not result.is_cpu]
-    for gpu in {kept[index].backing_device for index in lent}:
+    for gpu in {outputs[index].backing_device for index in lent}:
         with tf.device(gpu):
             for index in lent:
-                if kept[index].backing_device == gpu:
-                    kept[index] = tf.raw_ops.Snapshot(input=kept[index])
+                if outputs[index].backing_device == gpu:
+                    outputs[index] = tf.raw_ops.Snapshot(input=outputs[index])
     _synchronize(gpus)  # the copies must be complete before torch gets its memory back
-    return kept
+    return outputs
 
 
 def _synchronize(gpus: set[torch.device]) -> None:
@@ -219,8 +217,7 @@ def _synchronize(gpus: set[torch.device]) -> None:
 def _add_op(
     function: Function,
     tensors: Sequence[tf.Tensor],
-    dtypes: Sequence[tf.DType],
-    shapes: Sequence[Any],
+    like: Sequence[tf.TensorSpec],
     name: str,
     ignore_name_scope: bool,
     known_as: str | None,
@@ -241,7 +238,7 @@ def _add_op(
             raise graph_error(error, was_initialised) from None
 
     with device_scope("/CPU:0" if _gpus_are_foreign() else ""):
-        outputs = python_op(body, tensors, dtypes, shapes, name)
+        outputs = python_op(body, tensors, like, name)
     op = outputs[0].op
     known_as = known_as or wire_name(op, ignore_name_scope)
     source_line = line_of_op(op)

@@ -12,17 +12,12 @@ import tensorflow as tf
 import torch
 
 from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.engine.arguments import movement_inputs
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 from horovod.tensorflow.ops import bridge
 from horovod.tensorflow.ops.bridge import as_tensor, without_autograph
-from horovod.tensorflow.ops.call import (
-    Call,
-    make_differentiable,
-    restore_types,
-    spec_like,
-    to_movable,
-)
+from horovod.tensorflow.ops.call import Call, restore_types, spec_like
 from horovod.tensorflow.ops.info_ops import own_rank
 from horovod.tensorflow.ops.reduction import AVERAGE, reduce
 
@@ -57,17 +52,15 @@ def broadcast(
     call = Call("HorovodBroadcast", name, ignore_name_scope, process_set)
 
     def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
-        (source,) = to_movable(sources)
+        (source,) = movement_inputs(sources)
         output = torch.empty_like(source)
         broadcast = Collective(Kind.BROADCAST, name, call.set_id, root_rank=root_rank)
         bridge.wait(runtime.submit(broadcast, [source], [output], background=False))
         return restore_types([output], sources)
 
-    def forward(source: tf.Tensor) -> list[tf.Tensor]:
-        return call.run(collective, [source], [spec_like(source)])
+    def average_on_root(gradients: list[tf.Tensor], _: list[int]) -> list[tf.Tensor]:
+        averages = reduce(call.backward(), gradients, AVERAGE)
+        is_root = own_rank() == root_rank
+        return [tf.where(is_root, average, tf.zeros_like(average)) for average in averages]
 
-    def gradient(dy: Any) -> list[Any]:
-        (averaged,) = reduce(call.backward(), [as_tensor(dy)], AVERAGE)
-        return [tf.where(own_rank() == root_rank, averaged, tf.zeros_like(averaged))]
-
-    return make_differentiable(forward, gradient, [tensor])[0]
+    return call.run_differentiably(collective, [tensor], spec_like, average_on_root)[0]

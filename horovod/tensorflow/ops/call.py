@@ -16,17 +16,10 @@ import torch
 from tensorflow.python.eager.record import could_possibly_record
 
 from horovod.common.process_sets import ProcessSet
-from horovod.engine.arguments import movement_input, set_id
+from horovod.engine.arguments import set_id
 from horovod.engine.runtime import runtime
 from horovod.tensorflow.ops import bridge
 from horovod.tensorflow.ops.errors import InvalidArgumentError
-
-# torch has these unsigned types but cannot move them, so they travel as signed types.
-_CARRIERS = {
-    torch.uint16: torch.int16,
-    torch.uint32: torch.int32,
-    torch.uint64: torch.int64,
-}
 
 
 @dataclasses.dataclass
@@ -58,8 +51,7 @@ class Call:
         outputs = bridge.run(
             self._with_step_count(function) if self.buckets else function,
             tensors,
-            [spec.dtype for spec in like],
-            [spec.shape for spec in like],
+            like,
             self.name if eager else self._op_name(tensors[0]),
             self.ignore_name_scope,
             self.wire_name,
@@ -67,6 +59,42 @@ class Call:
         if not eager and self.wire_name is None:
             self.wire_name = bridge.wire_name(outputs[0].op, self.ignore_name_scope)
         return outputs
+
+    def run_differentiably(
+        self,
+        function: bridge.Function,
+        tensors: Sequence[tf.Tensor],
+        spec_of: Callable[[tf.Tensor], tf.TensorSpec],
+        send_back: Callable[[list[tf.Tensor], list[int]], Sequence[tf.Tensor]],
+    ) -> list[tf.Tensor]:
+        """Call `function` as `run` does, and give its results gradients.
+
+        Args:
+            function: The function, whose results belong to the tensors one by one.
+            tensors: The inputs.
+            spec_of: Returns type and shape of the result for an input.
+            send_back: Returns the gradients of inputs. It gets the gradients of their results and
+                their indices: those whose type allows a gradient, whether or not this rank needs
+                them, as all ranks must make the same calls.
+
+        Returns:
+            The results.
+        """
+
+        def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:
+            return self.run(function, inputs, [spec_of(tensor) for tensor in inputs])
+
+        def backward(*gradients: Any) -> list[Any]:
+            indices = [
+                i for i, t in enumerate(tensors) if t.dtype.is_floating or t.dtype.is_complex
+            ]
+            results: list[Any] = [None] * len(tensors)
+            computed = send_back([bridge.as_tensor(gradients[index]) for index in indices], indices)
+            for index, result in zip(indices, computed, strict=True):
+                results[index] = result
+            return results
+
+        return make_differentiable(forward, backward, tensors)
 
     def _with_step_count(self, function: bridge.Function) -> bridge.Function:
         """Return a function that also reports the end of a step to the statistics."""
@@ -122,24 +150,6 @@ def make_differentiable(
     return list(recorded(*tensors))
 
 
-def for_floats(
-    function: Callable[[list[tf.Tensor], list[int]], Sequence[tf.Tensor]],
-    gradients: Sequence[Any],
-    tensors: Sequence[tf.Tensor],
-) -> list[Any]:
-    """Return gradients for `tensors`, computed by `function(gradients, indices)`.
-
-    `function` gets those whose type allows a gradient, whether or not this rank needs them: all
-    ranks must make the same calls.
-    """
-    indices = [i for i, t in enumerate(tensors) if t.dtype.is_floating or t.dtype.is_complex]
-    results: list[Any] = [None] * len(tensors)
-    computed = function([bridge.as_tensor(gradients[index]) for index in indices], indices)
-    for index, result in zip(indices, computed, strict=True):
-        results[index] = result
-    return results
-
-
 def check_group(tensors: Any) -> list[Any]:
     """Return the members of a group as tensors; IndexedSlices stay as they are."""
     if isinstance(tensors, (tf.Tensor, tf.Variable, tf.IndexedSlices)):
@@ -158,16 +168,6 @@ def spec_with_any_rows(tensor: tf.Tensor) -> tf.TensorSpec:
     """Return the specification of an output like an input, but with any number of rows."""
     shape = tensor.shape[1:] if tensor.shape.rank else None
     return tf.TensorSpec(None if shape is None else [None, *shape], tensor.dtype)
-
-
-def to_movable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors in types that the engine can move."""
-    return [
-        tensor.view(_CARRIERS[tensor.dtype])
-        if tensor.dtype in _CARRIERS
-        else movement_input(tensor)
-        for tensor in tensors
-    ]
 
 
 def restore_types(

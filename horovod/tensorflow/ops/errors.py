@@ -13,7 +13,9 @@ and message.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -59,6 +61,16 @@ def eager_error(error: Exception, was_initialised: bool) -> tf.errors.OpError:
             return FailedPreconditionError.with_message(_text(error))
         return AbortedError.with_message(_text(error))
     return InvalidArgumentError.with_message(_text(error))
+
+
+@contextlib.contextmanager
+def tensorflow_errors() -> Iterator[None]:
+    """Raise the engine's errors inside this context as TensorFlow's."""
+    was_initialised = runtime.is_initialized()
+    try:
+        yield
+    except (ValueError, HorovodInternalError) as error:
+        raise eager_error(error, was_initialised) from error
 
 
 def graph_error(error: Exception, was_initialised: bool) -> Exception:

@@ -126,7 +126,7 @@ def _scalar(value: Callable[[], int], name: str) -> tf.Tensor:
     def read(_: list[torch.Tensor], __: str | None) -> list[torch.Tensor]:
         return [torch.tensor(value(), dtype=torch.int32)]
 
-    return bridge.run(read, [], [tf.int32], [()], name)[0]
+    return bridge.run(read, [], [bridge.INT32_SCALAR], name)[0]
 
 
 def _topology() -> Topology:

@@ -37,11 +37,7 @@ Body = Callable[..., list[tf.Tensor]]
 
 
 def python_op(
-    body: Body,
-    inputs: Sequence[tf.Tensor],
-    dtypes: Sequence[tf.DType],
-    shapes: Sequence[Any],
-    name: str,
+    body: Body, inputs: Sequence[tf.Tensor], like: Sequence[tf.TensorSpec], name: str
 ) -> list[tf.Tensor]:
     """Add an op to the current graph that calls `body` with eager tensors each time it runs.
 
@@ -55,24 +51,24 @@ def python_op(
     )
     # With a GPU there is no choice: the ops with a thread of their own run on the CPU.
     if runs_in_order or tf.config.get_visible_devices("GPU"):
-        outputs = _op(body, inputs, dtypes, name)
-        for output, shape in zip(outputs, shapes, strict=True):
-            output.set_shape(shape)
+        outputs = _op(body, inputs, [spec.dtype for spec in like], name)
+        for output, spec in zip(outputs, like, strict=True):
+            output.set_shape(spec.shape)
         return outputs
-    return _op_with_thread(body, inputs, dtypes, shapes, name)
+    return _op_with_thread(body, inputs, like, name)
 
 
 def _op(
-    body: Body, inputs: Sequence[tf.Tensor], dtypes: Sequence[tf.DType], name: str | None = None
+    body: Body, inputs: Sequence[tf.Tensor], dtypes: list[tf.DType], name: str | None = None
 ) -> list[tf.Tensor]:
     """Add the op of tf.py_function with our bare wrapper."""
     if _py_funcs is None:
-        return list(tf.py_function(body, inputs, list(dtypes), name=name))
-    bare = _BareFunction(body, list(dtypes))
+        return list(tf.py_function(body, inputs, dtypes, name=name))
+    bare = _BareFunction(body, dtypes)
     token = _py_funcs.insert(bare)  # keeps only a weak reference
     _keep(bare)
     return list(
-        eager_py_func(input=inputs, token=token, is_async=is_async(), Tout=list(dtypes), name=name)
+        eager_py_func(input=inputs, token=token, is_async=is_async(), Tout=dtypes, name=name)
     )
 
 
@@ -109,21 +105,18 @@ def _keep(bare: _BareFunction) -> None:
 
 
 def _op_with_thread(
-    body: Body,
-    inputs: Sequence[tf.Tensor],
-    dtypes: Sequence[tf.DType],
-    shapes: Sequence[Any],
-    name: str,
+    body: Body, inputs: Sequence[tf.Tensor], like: Sequence[tf.TensorSpec], name: str
 ) -> list[tf.Tensor]:
     """Add an op that calls `body` in a thread of its own.
 
     The op reads a dataset of one element, and TensorFlow computes that element in another thread.
     """
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
+    dtypes = [spec.dtype for spec in like]
     function = tf.function(
         lambda *values: _op(body, values[: len(inputs)], dtypes), autograph=False
     )
-    types = {"output_types": list(dtypes), "output_shapes": [tf.TensorShape(s) for s in shapes]}
+    types = {"output_types": dtypes, "output_shapes": [spec.shape for spec in like]}
     with tf.name_scope(f"{name}_thread"), tf.device("/CPU:0"):
         dataset = tf.raw_ops.TensorDataset(
             components=list(inputs) or [0], output_shapes=[spec.shape for spec in specs] or [()]

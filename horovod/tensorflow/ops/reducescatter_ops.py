@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 import torch
 
+from horovod.common.compression import run_compressed
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp, Sum
 from horovod.engine.arguments import reduction_inputs
@@ -21,13 +22,7 @@ from horovod.tensorflow.compression import Compression, Compressor
 from horovod.tensorflow.ops import bridge
 from horovod.tensorflow.ops.allgather_ops import gather
 from horovod.tensorflow.ops.bridge import as_tensor, device_scope, without_autograph
-from horovod.tensorflow.ops.call import (
-    Call,
-    check_group,
-    for_floats,
-    make_differentiable,
-    spec_with_any_rows,
-)
+from horovod.tensorflow.ops.call import Call, check_group, spec_with_any_rows
 from horovod.tensorflow.ops.errors import AbortedError
 from horovod.tensorflow.ops.info_ops import set_size
 from horovod.tensorflow.ops.reduction import reduce_op
@@ -71,8 +66,8 @@ def reducescatter(
     reduction = _reduction(op, prescale_factor, postscale_factor)
     call = Call("HorovodReducescatter", name, ignore_name_scope, process_set)
     with device_scope(device_dense):
-        compressed, context = compression.compress(as_tensor(tensor))
-        return compression.decompress(_scatter(call, [compressed], reduction)[0], context)
+        given = [as_tensor(tensor)]
+        return run_compressed(lambda sent: _scatter(call, sent, reduction), given, compression)[0]
 
 
 @without_autograph
@@ -111,12 +106,7 @@ def grouped_reducescatter(
     reduction = _reduction(op, prescale_factor, postscale_factor)
     call = Call("HorovodGroupedReducescatter", None, False, process_set)
     with device_scope(device_dense):
-        pairs = [compression.compress(tensor) for tensor in group]
-        reduced = _scatter(call, [tensor for tensor, _ in pairs], reduction)
-        return [
-            compression.decompress(tensor, context)
-            for tensor, (_, context) in zip(reduced, pairs, strict=True)
-        ]
+        return run_compressed(lambda sent: _scatter(call, sent, reduction), group, compression)
 
 
 def _reduction(op: ReduceOp, prescale_factor: float, postscale_factor: float) -> Reduction:
@@ -142,9 +132,6 @@ def _scatter(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> 
         results: list[torch.Tensor] = bridge.wait(request)
         return results
 
-    def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:
-        return call.run(collective, inputs, [spec_with_any_rows(tensor) for tensor in inputs])
-
     def whole(gradients: list[tf.Tensor], indices: list[int]) -> list[tf.Tensor]:
         factor = reduction.prescale_factor * reduction.postscale_factor
         if reduction.op is Sum:
@@ -156,7 +143,4 @@ def _scatter(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> 
             results.append(tensor * tf.cast(factor, tensor.dtype))
         return results
 
-    def gradient(*gradients: Any) -> list[Any]:
-        return for_floats(whole, gradients, tensors)
-
-    return make_differentiable(forward, gradient, tensors)
+    return call.run_differentiably(collective, tensors, spec_with_any_rows, whole)

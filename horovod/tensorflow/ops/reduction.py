@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 import torch
@@ -17,7 +16,7 @@ from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from horovod.engine.submission import check_adasum
 from horovod.tensorflow.ops import bridge
-from horovod.tensorflow.ops.call import Call, for_floats, make_differentiable, spec_like
+from horovod.tensorflow.ops.call import Call, spec_like
 from horovod.tensorflow.ops.errors import InvalidArgumentError
 
 AVERAGE = Reduction(Average)
@@ -54,12 +53,7 @@ def reduce(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> li
         bridge.wait(runtime.submit(allreduce, inputs, outputs, background=False))
         return outputs
 
-    def forward(*inputs: tf.Tensor) -> list[tf.Tensor]:
-        return call.run(collective, inputs, [spec_like(tensor) for tensor in inputs])
+    def reduce_too(gradients: list[tf.Tensor], _: list[int]) -> list[tf.Tensor]:
+        return reduce(call.backward(), gradients, reduction)
 
-    def gradient(*gradients: Any) -> list[Any]:
-        return for_floats(
-            lambda chosen, _: reduce(call.backward(), chosen, reduction), gradients, tensors
-        )
-
-    return make_differentiable(forward, gradient, tensors)
+    return call.run_differentiably(collective, tensors, spec_like, reduce_too)
