@@ -11,8 +11,9 @@ from pyspark.ml import Estimator, Model
 
 from horovod.spark.common import util
 from horovod.spark.common.backend import Backend, SparkBackend
+from horovod.spark.common.cache import DataFacts
 from horovod.spark.common.checks import check_nan_labels, check_types, check_validation
-from horovod.spark.common.job import ARROW_POOL, DataFacts, TrainingJob
+from horovod.spark.common.job import ARROW_POOL, TrainingJob
 from horovod.spark.common.metadata import Metadata, describe_rows
 from horovod.spark.common.params import EstimatorParams, ModelParams
 from horovod.spark.common.reading.columns import Rows
@@ -69,7 +70,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         store = self._checked_store()
         labels = self._checked_labels()
         payload = self._pack()
-        train_rows, val_rows, metadata, _ = util.get_simple_meta_from_parquet(
+        train_rows, val_rows, metadata, row_size = util.get_simple_meta_from_parquet(
             store, labels, self.getFeatureCols(), self.getSampleWeightCol(), dataset_idx
         )
         validation = self.getValidation()
@@ -89,7 +90,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
             files = ParquetFiles(store.get_train_data_path(dataset_idx), store.storage_options)
             rows = head_of_parquet(files, list(metadata), self._trial_rows())
             self._check_rows(rows, metadata, payload)
-        facts = DataFacts(train_rows, val_rows, metadata, dataset_idx)
+        facts = DataFacts(dataset_idx, train_rows, val_rows, metadata, row_size)
         return self._fit_prepared(backend, facts, payload)
 
     def _fit(self, df: Any) -> Any:
@@ -122,8 +123,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
             seed=self.getRandomSeed(),
             nan_labels=self.getNanLabels(),
         ) as dataset_idx:
-            train_rows, val_rows, metadata, _ = util.get_dataset_properties(dataset_idx)
-            facts = DataFacts(train_rows, val_rows, metadata, dataset_idx)
+            facts = DataFacts(dataset_idx, *util.get_dataset_properties(dataset_idx))
             return self._fit_prepared(backend, facts, payload)
 
     def _fit_prepared(self, backend: Backend, facts: DataFacts, payload: bytes) -> Any:
@@ -179,6 +179,13 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         if not labels:
             raise ValueError("label_cols is not set: name the column(s) to predict")
         return list(labels)
+
+    def _check_loss_weights(self) -> None:
+        weights, labels = self.getLossWeights(), self._checked_labels()
+        if weights is not None and len(weights) != len(labels):
+            raise ValueError(
+                f"there are {len(weights)} loss_weights for {len(labels)} label column(s)"
+            )
 
     def _check_params(self) -> None:
         if self.getModel() is None:

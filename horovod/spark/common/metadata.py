@@ -76,6 +76,15 @@ def quoted(name: str) -> str:
     return "`" + name.replace("`", "``") + "`"
 
 
+def plain_column(name: str, kind: str) -> Any:
+    """Return a column of a DataFrame for Spark's expressions; vectors become arrays of doubles."""
+    import pyspark.sql.functions as F
+    from pyspark.ml.functions import vector_to_array
+
+    column = F.col(quoted(name))
+    return vector_to_array(column) if kind == "vector" else column
+
+
 class _Queries:
     """What to ask Spark about the rows of one column."""
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from horovod._keras.flavour import backend_of, is_tf_keras
 from horovod._keras.variables import optimizer_variables
-from horovod.spark.common.devices import local_device_index
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.keras.datamodule import PetastormDataModule
 from horovod.spark.keras.serialization import (
@@ -23,6 +22,7 @@ from horovod.spark.keras.serialization import (
     unpack_model,
     unpack_part,
 )
+from horovod.spark.task import local_device_index
 
 
 def train(job: TrainingJob) -> dict[str, Any] | None:

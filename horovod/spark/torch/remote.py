@@ -12,8 +12,8 @@ import cloudpickle
 import torch
 
 import horovod.torch as hvd
-from horovod.spark.common.devices import local_device_index
 from horovod.spark.common.job import TrainingJob
+from horovod.spark.task import local_device_index
 from horovod.spark.torch import losses
 from horovod.spark.torch.datamodule import PetastormDataModule
 from horovod.spark.torch.feeding import Feed
