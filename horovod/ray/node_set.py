@@ -57,7 +57,7 @@ _KILL_SECONDS = 5.0
 
 @dataclass
 class ActorRequest:
-    """What every worker gets."""
+    """What every worker of a job is started with."""
 
     settings: Any
     needs: BaseParams
@@ -260,7 +260,7 @@ class NodeSet(HostSet):
                 (self._joined if kind == "joined" else self._ended)(worker, future)
 
     def _joined(self, worker: _Worker, future: Future[Any]) -> None:
-        """The actor runs and has, or has not, found the way to the store."""
+        """Start the function in an actor that has reached the store; end one that has not."""
         if worker.is_killed:
             del self._workers[worker.number]
             self._job.exited(worker.node, [(worker.number, -signal.SIGKILL)])
@@ -334,5 +334,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _has_room(free: Mapping[str, float] | None, needs: Mapping[str, float]) -> bool:
-    """Whether a node has this much free; yes, where that is not known."""
+    """Return whether a node has room; true if Ray does not tell."""
     return free is None or all(free.get(name, 0.0) >= amount for name, amount in needs.items())

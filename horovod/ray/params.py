@@ -36,7 +36,7 @@ class BaseParams:
 
 @dataclass(kw_only=True)
 class StaticParams(BaseParams):
-    """A fixed number of workers: in all, or on each of so many nodes."""
+    """A fixed number of workers: in all, or on each of several nodes."""
 
     num_workers: int | None = None
     num_hosts: int | None = None

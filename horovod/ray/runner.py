@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from horovod.ray.adapter import Adapter, BaseParams, Call, Callback
+from horovod.ray.adapter import Adapter, BaseParams, Callback, as_call
 from horovod.ray.client import RemoteAdapter
 from horovod.ray.cluster import require_ray, restore_sigterm, through_client
 from horovod.ray.coordinator import Coordinator
@@ -216,7 +216,7 @@ class RayExecutor:
             RuntimeError: `start` was not called.
             RemoteError: A worker died.
         """
-        return self._running().execute(Call(fn, args, kwargs), callbacks)
+        return self._running().execute(as_call(fn, args, kwargs), callbacks)
 
     def run_remote(
         self,
@@ -234,7 +234,7 @@ class RayExecutor:
         Returns:
             A list with one ObjectRef for each rank.
         """
-        return self._running().execute_remote(Call(fn, args, kwargs))
+        return self._running().execute_remote(as_call(fn, args, kwargs))
 
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None

@@ -47,10 +47,10 @@ class ElasticRaySettings(MiniSettings):
 
 
 def nics_of(settings: Any) -> list[str]:
-    """The interfaces that the settings name, in a stable order."""
+    """Return the interfaces that the settings name, in a stable order."""
     return sorted(settings.nics or ())
 
 
 def key_of(settings: Any) -> bytes:
-    """The settings' key, or a new one where they have none."""
+    """Return the settings' key, or a new one if they have none."""
     return getattr(settings, "key", None) or new_key()

@@ -104,7 +104,7 @@ class StaticAdapter(Adapter):
         return infos
 
     def _gpus(self, rank: int) -> dict[str, str]:
-        """All GPUs that the job has on the node, so that the local rank is the index of its own."""
+        """Show a rank all GPUs of the job on its node: its local rank is the index of its own."""
         if not self.params.use_gpu:
             return {}
         mine = self._infos[rank].node_id
@@ -149,7 +149,7 @@ class StaticAdapter(Adapter):
     # -- results and failures --------------------------------------------------------------
 
     def _collect(self, refs: Sequence[Any]) -> list[Any]:
-        """What each call returned. As soon as one has failed the others have to end."""
+        """Wait for the calls and return their results; once one has failed, end the others."""
         values: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
         waiting = {ref: rank for rank, ref in enumerate(refs)}
@@ -198,7 +198,7 @@ class StaticAdapter(Adapter):
 
 
 def _guilt(error: Exception) -> int:
-    """A dead rank has not failed because of the others; one that has lost a peer has."""
+    """Rate an error, 0 for the likeliest cause: one about a lost peer follows from another."""
     if isinstance(error, RayActorError):
         return 0
     return 2 if isinstance(getattr(error, "cause", None), HorovodInternalError) else 1

@@ -70,7 +70,7 @@ class HorovodConfig(BackendConfig):
 
 @contextmanager
 def _stopping_the_engine() -> Iterator[None]:
-    """A loop that ends, well or not, leaves the job: no other worker waits for it."""
+    """Stop the engine when the training loop ends, so that no other worker waits for this one."""
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ def detect_nics(
 
 
 def nics_to_env_var(nics: Sequence[str]) -> dict[str, str]:
-    """The variables that keep a worker's traffic on these interfaces."""
+    """Return the variables that keep a worker's traffic on these interfaces."""
     from horovod.runner.api import interface_variables
 
     return interface_variables(list(nics))

@@ -106,7 +106,7 @@ def limits_from(
     reset_limit: int | None,
     elastic_timeout: float | None,
 ) -> Limits:
-    """`ValueError` where they contradict each other."""
+    """Make the limits of the job; `ValueError` if they contradict each other."""
     least = num_proc if min_num_proc is None else min_num_proc
     most = num_proc if max_num_proc is None else max_num_proc
     if not 1 <= least <= num_proc <= most:

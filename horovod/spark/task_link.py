@@ -57,7 +57,7 @@ class TaskServer(LinkServer[TaskLink]):
         return TaskLink(channel, TaskInfo.from_message(hello))
 
     def newest(self) -> dict[int, TaskLink]:
-        """The living tasks, the newest attempt of each partition."""
+        """Return the living tasks, the newest attempt of each partition."""
         found: dict[int, TaskLink] = {}
         for link in self.living():
             older = found.get(link.info.partition)
@@ -66,5 +66,5 @@ class TaskServer(LinkServer[TaskLink]):
         return found
 
     def partitions(self) -> set[int]:
-        """Those whose tasks are running."""
+        """Return the partitions whose tasks are running."""
         return {link.info.partition for link in self.links() if link.holds_host}

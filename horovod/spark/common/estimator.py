@@ -23,7 +23,7 @@ from horovod.spark.common.reading.row_buffer import row_count
 from horovod.spark.common.serialization import Persistent
 from horovod.spark.common.store import Store
 
-TRIAL_ROWS = 8  # that the driver looks at before it starts processes
+TRIAL_ROWS = 8  # rows that the driver tries the model with before it starts processes
 
 
 class HorovodEstimator(Persistent, EstimatorParams, Estimator):
@@ -143,12 +143,12 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         return self._model_of(results[0], job)
 
     def _find_checkpoint(self, path: str, run_id: str) -> bytes | None:
-        """The checkpoint that a run of this name has left."""
+        """Return the checkpoint that an earlier run of this name has left, if there is one."""
         store = self.getStore()
         return bytes(store.read(path)) if store.exists(path) else None
 
     def _environment(self) -> dict[str, str]:
-        """What the processes find in their environment besides what the backend gives them."""
+        """Return environment variables for the processes besides those of the backend."""
         return {}
 
     # -- checks, before anything is written or started -----------------------------------------
@@ -218,29 +218,29 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         return min(TRIAL_ROWS, int(self.getBatchSize()))
 
     def _check_rows(self, rows: Rows, metadata: Metadata, payload: bytes) -> None:
-        """ValueError if the first rows do not fit the model; no process was started yet."""
+        """Raise ValueError if the first rows do not fit the model, before a process is started."""
         if row_count(rows):
             self._check_metadata(metadata)
             self._try_rows(rows, metadata, payload)
 
     def _try_rows(self, rows: Rows, metadata: Metadata, payload: bytes) -> None:
-        """ValueError if the model or a loss fails with these rows, where that can be tried."""
+        """Raise ValueError if the model or a loss fails with these rows, if that can be tried."""
 
     @abstractmethod
     def _check_metadata(self, metadata: Metadata) -> None:
-        """ValueError if the columns do not fit the model."""
+        """Raise ValueError if the columns do not fit the model."""
 
     @abstractmethod
     def _pack(self) -> bytes:
-        """The model and what belongs to it, pickled; ValueError if it cannot be."""
+        """Pickle the model and what belongs to it; ValueError if that fails."""
 
     @abstractmethod
     def _trainer(self) -> Callable[[TrainingJob], Any]:
-        """What each process calls with the job."""
+        """Return the function that each process calls with the job."""
 
     @abstractmethod
     def _model_of(self, result: Any, job: TrainingJob) -> Any:
-        """The model, from what rank 0 returned."""
+        """Make the trained model from what rank 0 returned."""
 
     def _run_id_or_new(self) -> str:
         return self.getRunId() or f"{self.run_id_prefix}_{int(time.time())}"

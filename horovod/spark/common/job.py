@@ -1,4 +1,4 @@
-"""What every rank is told about a training: the estimator's parameters and the data's facts."""
+"""The description of a training for its ranks: the estimator's parameters, facts about the data."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ NOCHANGE, ARRAY, CUSTOM_SPARSE = "nochange", "array", "custom_sparse_format"
 
 
 def describe(frame: Any, columns: list[str], compress_sparse: bool) -> Metadata:
-    """Type and shape of the columns of a DataFrame that was written to Parquet.
+    """Return type and shape of the columns of a DataFrame that was written to Parquet.
 
     One query over the Parquet finds nulls, NaN, and rows whose lengths differ.
     """
@@ -44,7 +44,7 @@ def describe(frame: Any, columns: list[str], compress_sparse: bool) -> Metadata:
 
 
 def check_lengths(name: str, shortest: int | None, longest: int | None) -> None:
-    """ColumnError if not all rows are of one length, or if they are empty."""
+    """Raise ColumnError if not all rows are of one length, or if they are empty."""
     if shortest != longest:
         raise ColumnError(
             f"column {name!r} has rows of {shortest} and of {longest} elements: all rows must have "
@@ -72,7 +72,7 @@ def _entry(kind: str, shape: tuple[int, ...], compress_sparse: bool) -> dict[str
 
 
 def quoted(name: str) -> str:
-    """A column's name as Spark's expressions have it: dots in it are not those of a struct."""
+    """Quote a column's name for Spark's expressions, which take a bare dot for a struct's field."""
     return "`" + name.replace("`", "``") + "`"
 
 
@@ -117,7 +117,7 @@ class _Queries:
 
 
 def nan_condition(frame: Any, columns: list[str]) -> Any:
-    """Spark's expression for rows of a DataFrame with NaN in one of the columns."""
+    """Return Spark's expression for rows of a DataFrame with NaN in one of the columns."""
     import pyspark.sql.functions as F
 
     found = F.lit(False)
@@ -128,7 +128,7 @@ def nan_condition(frame: Any, columns: list[str]) -> Any:
 
 
 def describe_rows(rows: Rows, kinds: dict[str, str]) -> Metadata:
-    """The same of some rows, whose Spark types are `kinds`."""
+    """Describe some rows, whose Spark types are `kinds`."""
     for name, array in rows.items():
         if len(array) and not array.size:
             check_lengths(name, 0, 0)
@@ -136,7 +136,7 @@ def describe_rows(rows: Rows, kinds: dict[str, str]) -> Metadata:
 
 
 def describe_parquet(files: Any, columns: list[str]) -> Metadata:
-    """The same of Parquet that others may have written, from its schema and first rows."""
+    """Describe Parquet that others may have written, from its schema and first row."""
     schema = files.dataset.schema
     missing = [name for name in columns if name not in schema.names]
     if missing:

@@ -92,7 +92,7 @@ def prepare_data(
     seed: int | None = None,
     nan_labels: str = "refuse",
 ) -> Iterator[int]:
-    """The number, in the store, of the Parquet dataset that has this DataFrame's rows.
+    """Write a DataFrame to the store, if it is not there yet; give the number of the dataset.
 
     `allow_nulls` accepts nulls, NaN and texts: `transformation_fn` may make numbers of them.
     """
@@ -145,7 +145,7 @@ def choose_columns(
     validation: float | str | None = None,
     sample_weight_col: str | None = None,
 ) -> list[str]:
-    """The columns to train with: features, then labels, then weights; ValueError if one lacks."""
+    """Return the columns to train with: features, labels, weights; ValueError if one is missing."""
     if not label_columns:
         raise ValueError("label_cols is not set: name the column(s) to predict")
     check_columns(df, label_columns, "label column(s)")
@@ -162,7 +162,7 @@ def choose_columns(
 
 
 def _without_nan(df: Any, targets: list[str]) -> Any:
-    """The rows whose labels and weights are numbers; says how many others there are."""
+    """Drop rows with NaN in a label or weight, and log how many there are."""
     has_nan = meta.nan_condition(df, targets)
     dropped = df.filter(has_nan).count()
     if not dropped:
@@ -174,7 +174,7 @@ def _without_nan(df: Any, targets: list[str]) -> Any:
 
 
 def get_dataset_properties(dataset_idx: int) -> tuple[int, int, meta.Metadata, int]:
-    """Training rows, validation rows, metadata and bytes of a row, of a prepared dataset."""
+    """Return training rows, validation rows, metadata and bytes of a row of a prepared dataset."""
     found = _cache.by_index(dataset_idx)
     if found is None:
         raise ValueError(f"dataset {dataset_idx} was not prepared by this process")
@@ -230,7 +230,7 @@ def _write(
 def _split(
     df: Any, columns: list[str], validation: float | str | None, seed: int | None
 ) -> tuple[Any, Any]:
-    """The rows to train and to validate with; None if there is no validation."""
+    """Return the rows to train with and those to validate with; None without validation."""
     import pyspark.sql.functions as F
 
     chosen = [quoted(name) for name in columns]
@@ -327,7 +327,7 @@ def get_simple_meta_from_parquet(
     sample_weight_col: str | None = None,
     dataset_idx: int | None = None,
 ) -> tuple[int, int, meta.Metadata, int]:
-    """Training rows, validation rows, metadata and bytes of a row, of Parquet in the store."""
+    """Return training rows, validation rows, metadata and bytes of a row of stored Parquet."""
     train_path = store.get_train_data_path(dataset_idx)
     val_path = store.get_val_data_path(dataset_idx)
     if not store.is_parquet_dataset(train_path):

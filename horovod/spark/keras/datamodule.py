@@ -53,7 +53,7 @@ class PetastormDataModule(ParquetDataModule):
         return map(self._batch, self.train_batches())
 
     def val_data(self) -> Iterator[Any]:
-        """Validations without end, of exactly `steps_per_epoch_val` batches each."""
+        """Yield validations without end, of exactly `steps_per_epoch_val` batches each."""
         while True:
             done = 0
             while done < self.steps_per_epoch_val:  # again, if this rank has a batch less

@@ -35,7 +35,7 @@ def train(job: TrainingJob) -> dict[str, Any] | None:
 
 
 def horovod_for(keras: Any) -> Any:
-    """Horovod's module for this Keras."""
+    """Return Horovod's module for this Keras."""
     name = "horovod.tensorflow.keras" if keras.__name__ == "tf_keras" else "horovod.keras"
     return importlib.import_module(name)
 
@@ -139,7 +139,7 @@ class _Training:
         return callbacks
 
     def _fed(self, batches: Iterator[Any]) -> Any:
-        """Batches as `fit` takes them; TensorFlow compiles a pipeline for them."""
+        """Return batches in a form for `fit`; TensorFlow compiles a pipeline for them."""
         if self.backend != "tensorflow":
             return (batch for batch in batches)  # Keras wants a generator, not any iterator
         import itertools
@@ -157,7 +157,7 @@ class _Training:
 
 
 def _shapes(model: Any) -> tuple[list[tuple[Any, Any]], list[Any], bool]:
-    """Types and shapes of a model's inputs, shapes of its outputs, and if inputs have names."""
+    """Return types and shapes of the inputs, shapes of the outputs, and if inputs have names."""
     inputs = [(_dtype(each), tuple(each.shape)[1:]) for each in model.inputs]
     inputs = [(kind, tuple(-1 if s is None else s for s in shape)) for kind, shape in inputs]
     shapes = [tuple(each.shape)[1:] for each in model.outputs]
@@ -175,7 +175,7 @@ def _dtype(tensor: Any) -> Any:
 
 
 def state_of(keras: Any, optimizer: Any) -> list[Any] | None:
-    """The values of an optimizer's variables, the learning rate among them."""
+    """Return the values of an optimizer's variables, the learning rate among them."""
     if optimizer is None:
         return None
     if keras.__name__ == "tf_keras":
@@ -204,7 +204,7 @@ def _scale_rate(keras: Any, optimizer: Any, rate: float | None, factor: int) -> 
 
 
 def learning_rate_of(keras: Any, optimizer: Any) -> float | None:
-    """The learning rate, if it is a number."""
+    """Return the learning rate; None if it is a schedule."""
     config = optimizer.get_config().get("learning_rate")
     if isinstance(config, dict):
         return None

@@ -13,7 +13,7 @@ Loss = Callable[..., torch.Tensor]
 
 
 def to_list(value: Any, length: int, name: str) -> list[Any]:
-    """One for each label; a single one stands for all."""
+    """Return a list with one value for each label; a single value stands for all."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     if len(values) == 1:
         values *= length
@@ -23,7 +23,7 @@ def to_list(value: Any, length: int, name: str) -> list[Any]:
 
 
 def loss_functions(loss: Any, constructors: Any, labels: int, weighted: bool) -> list[Loss]:
-    """The loss of each label; `weighted`: they give one value for each row."""
+    """Return the loss of each label; with `weighted` they give one value for each row."""
     if constructors is not None:
         makers = to_list(constructors, labels, "loss_constructors")
         return [maker(reduction="none") if weighted else maker() for maker in makers]
@@ -51,7 +51,7 @@ def _for_each_row(loss: Any) -> Loss:
 def transform_outputs(
     outputs: Any, labels: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """A list of outputs, and labels of the shapes and types that losses want.
+    """Return a list of outputs, and labels of the shapes and types that losses want.
 
     A label with as many values as the output gets its shape and type; another one, a class index
     for example, stays what it is.
@@ -74,9 +74,9 @@ def total_loss(
     functions: Sequence[Loss],
     sample_weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The weighted sum of the labels' losses.
+    """Return the weighted sum of the labels' losses.
 
-    Weights of rows multiply what the rows lose before the mean is taken over rows: two rows of
+    Weights of rows multiply the rows' losses before the mean is taken over rows: two rows of
     the same weight count the same, in whatever batches they are.
     """
     losses = []

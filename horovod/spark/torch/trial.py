@@ -42,7 +42,7 @@ class Trial:
     batch_size: int
 
     def run(self, rows: Rows) -> None:
-        """ColumnError if the model, a loss or a metric fails with these rows.
+        """Raise ColumnError if the model, a loss or a metric fails with these rows.
 
         What fails for a reason that only the driver may have, such as a missing GPU, is left to
         the processes.
@@ -106,7 +106,7 @@ class Trial:
 
 
 def _call(function: Callable[[], Any], failure: str, advice: Callable[[str], str] | str) -> Any:
-    """Whether it could be called, and what it returned; ColumnError if the data is to blame."""
+    """Return whether it could be called, and its result; ColumnError if the data is to blame."""
     try:
         return True, function()
     except _WRONG_DATA as error:
@@ -142,5 +142,5 @@ def _text(tensor: Any) -> str:
 
 
 def _repeated(rows: Rows, count: int) -> Rows:
-    """The same rows again and again, until there are `count`."""
+    """Repeat the rows until there are `count`."""
     return {name: np.take(array, np.arange(count) % len(array), 0) for name, array in rows.items()}

@@ -85,7 +85,7 @@ class PieceFile:
             self._writing.discard(piece)
 
     def _write(self, rows: Rows, written: list[_Chunk]) -> None:
-        """Append a chunk to the file; from the first one that does not fit nothing is written."""
+        """Append a chunk to the file; after the first one that does not fit, write nothing more."""
         with self._lock:
             self._layout = self._layout or RowLayout(rows)
             offset, count = self._end, row_count(rows)

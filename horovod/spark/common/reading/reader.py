@@ -125,7 +125,7 @@ class ParquetReader:
         self.last_row_consumed = False
 
     def passes(self) -> Iterator[Iterator[Rows]]:
-        """Every pass over the shard, as an iterator over its chunks."""
+        """Yield every pass over the shard, as an iterator over its chunks."""
         for _ in self._pass_numbers():
             yield self._chunks()
 
@@ -152,7 +152,7 @@ class ParquetReader:
             self.stop()  # nothing is left to read; another iteration begins anew
 
     def _orders(self) -> Iterator[Piece]:
-        """The pieces of all passes."""
+        """Yield the pieces of all passes, each pass in its order."""
         seed = np.random.SeedSequence(self._seed).generate_state(1)[0]
         for _ in self._pass_numbers():
             order = np.arange(len(self._pieces))
@@ -287,7 +287,7 @@ class _Run:
 
 
 def _transformed(batch: Any, transform: Callable[[Any], Any], removed: list[str]) -> Rows:
-    """What `transformation_fn` makes of the rows; it gets and returns a pandas DataFrame."""
+    """Have `transformation_fn`, from one pandas DataFrame to another, transform the rows."""
     frame = transform(batch.to_pandas())
     rows: Rows = {}
     for name in frame.columns:

@@ -49,7 +49,7 @@ class RowLayout:
         return arrays
 
     def pack(self, rows: Rows) -> list[Array]:
-        """The rows as arrays of this layout; columns that are packed already are not copied."""
+        """Return the rows as arrays of this layout, without copying packed columns."""
         self.check(rows)
         return [_side_by_side([rows[name] for name in names]) for names in self.blocks]
 
@@ -59,7 +59,7 @@ class RowLayout:
             array[places] = block
 
     def columns(self, arrays: list[Array]) -> Rows:
-        """Each column as a view into the arrays, in the order in which they were read."""
+        """Return each column as a view into the arrays, in the order in which they were read."""
         found = {
             name: array[:, place]
             for names, array in zip(self.blocks, arrays, strict=True)
@@ -69,7 +69,7 @@ class RowLayout:
 
 
 def packed(rows: Rows) -> Rows:
-    """The same rows, with columns of the same kind side by side in one array.
+    """Put the columns of the same kind side by side in one array, of which they become views.
 
     A few rows stay as they are: packing them later costs less than finding them packed.
     """
@@ -80,7 +80,7 @@ def packed(rows: Rows) -> Rows:
 
 
 def _side_by_side(columns: list[Array]) -> Array:
-    """Columns of one kind as an array of shape (rows, columns, ...)."""
+    """Return columns of one kind as an array of shape (rows, columns, ...)."""
     first = columns[0]
     if len(columns) == 1:
         return first[:, np.newaxis]
@@ -97,7 +97,7 @@ def _side_by_side(columns: list[Array]) -> Array:
 
 
 def _are_columns_of(array: Any, shape: tuple[int, ...], columns: list[Array]) -> bool:
-    """Whether these are all the columns of the array, in its order."""
+    """Return whether these are all the columns of the array, in its order."""
     first = columns[0]
     if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != first.dtype:
         return False
@@ -192,10 +192,10 @@ class _Writable:
 
 
 def _kept(array: Array) -> Array:
-    """The array for later, in memory that tensors may write to.
+    """Return the array in memory that stays, and that tensors may write to.
 
     What pyarrow has decoded is marked as read-only and does not change any more, so it is not
-    copied. Other arrays are: whoever made them may use them again.
+    copied. Other arrays are: the code that made them may use them again.
     """
     return array.copy() if array.flags.writeable else np.asarray(_Writable(array))
 
@@ -232,7 +232,7 @@ class RowQueue:
 
 
 def join(parts: list[list[Array]], layout: RowLayout) -> list[Array]:
-    """The rows of several draws, one after the other."""
+    """Join the rows of several draws, one after the other."""
     if len(parts) == 1:
         return parts[0]
     if not parts:

@@ -179,7 +179,7 @@ class AbstractFilesystemStore(Store):
         return bool(_PUT_IS_ATOMIC & set(_protocols(self.fs)))
 
     def _names(self, path: str) -> list[str]:
-        """Where the contents of a file may be: under another name while it is being replaced."""
+        """Return the names to look for a file under: it has another one while it is replaced."""
         local = self.get_localized_path(path)
         if self._put_is_atomic or "file" in _protocols(self.fs):
             return [local]
