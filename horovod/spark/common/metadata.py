@@ -137,13 +137,8 @@ def describe_rows(rows: Rows, kinds: dict[str, str]) -> Metadata:
 
 def describe_parquet(files: Any, columns: list[str]) -> Metadata:
     """Describe Parquet that others may have written, from its schema and first row."""
+    files.check_columns(columns)
     schema = files.dataset.schema
-    missing = [name for name in columns if name not in schema.names]
-    if missing:
-        raise ColumnError(
-            f"the data at {files.url} has no column {', '.join(map(repr, missing))}; "
-            f"it has {', '.join(schema.names)}"
-        )
     head = files.dataset.head(1, columns=columns)
     metadata: Metadata = {}
     for name in columns:

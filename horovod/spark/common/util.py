@@ -193,27 +193,29 @@ def _write(
     index = _cache.next_index()
     train_path, val_path = store.get_train_data_path(index), store.get_val_data_path(index)
     train, val = _split(df, columns, validation, seed)
-    session = df.sparkSession
+
+    def write(frame: Any, path: str) -> tuple[meta.Metadata, ParquetFiles]:
+        _write_frame(frame, path, compress_sparse, partitions)
+        written = df.sparkSession.read.parquet(path)
+        described = meta.describe(written, columns, compress_sparse)
+        return described, ParquetFiles(path, store.storage_options)
+
     try:
-        _write_frame(train, train_path, compress_sparse, partitions)
-        metadata = meta.describe(session.read.parquet(train_path), columns, compress_sparse)
-        if val is not None:
-            _write_frame(val, val_path, compress_sparse, partitions)
-            found = meta.describe(session.read.parquet(val_path), columns, compress_sparse)
-            _join(metadata, found)
-        for name, kind in df.select(*map(quoted, columns)).dtypes:
-            metadata[name]["spark_data_type"] = kind  # vectors may be arrays in the Parquet
-        train_files = ParquetFiles(train_path, store.storage_options)
-        if not train_files.num_rows:
-            raise ValueError("the DataFrame has no rows to train with")
+        metadata, train_files = write(train, train_path)
         val_rows = 0
         if val is not None:
-            val_rows = ParquetFiles(val_path, store.storage_options).num_rows
-            if not val_rows:
-                raise ValueError(
-                    f"validation={validation!r} leaves no rows to validate with: "
-                    "give a larger fraction, or mark rows in the column"
-                )
+            val_metadata, val_files = write(val, val_path)
+            val_rows = val_files.num_rows
+            _join(metadata, val_metadata)
+        for name, kind in df.select(*map(quoted, columns)).dtypes:
+            metadata[name]["spark_data_type"] = kind  # vectors may be arrays in the Parquet
+        if not train_files.num_rows:
+            raise ValueError("the DataFrame has no rows to train with")
+        if val is not None and not val_rows:
+            raise ValueError(
+                f"validation={validation!r} leaves no rows to validate with: "
+                "give a larger fraction, or mark rows in the column"
+            )
         facts = DataFacts(
             index, train_files.num_rows, val_rows, metadata, train_files.bytes_per_row
         )

@@ -270,8 +270,8 @@ class KerasEstimator(PersistentInKeras, HorovodEstimator):
         model.set_weights(result["weights"])
         optimizer = serialization.unpack_part(keras, packed["optimizer"], custom)
         remote.restore(keras, optimizer, model, result["optimizer"])
-        remote._scale_rate(keras, optimizer, packed["learning_rate"], 1)
-        remote.compiled(keras, model, packed, optimizer)
+        remote.scale_rate(keras, optimizer, packed["learning_rate"], 1)
+        remote.compile_model(keras, model, packed, optimizer)
         return KerasModel(
             history=result["history"],
             model=model,
@@ -336,7 +336,7 @@ class KerasPredictor:
 
     def load(self) -> Predict:
         model = serialization.unpack_model(self._packed, self._custom)
-        inputs, _, named = remote._shapes(model)
+        inputs, _, named = remote.model_shapes(model)
 
         def predict(rows: Rows) -> list[Any]:
             arrays = [

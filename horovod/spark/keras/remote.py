@@ -29,19 +29,14 @@ def train(job: TrainingJob) -> dict[str, Any] | None:
     """Train; rank 0 returns the history, the weights and the optimizer's state."""
     packed = cloudpickle.loads(job.payload)
     keras = keras_named(packed["model"]["keras"], packed["model"]["backend"])
-    hvd = horovod_for(keras)
+    is_legacy = keras.__name__ == "tf_keras"
+    hvd = importlib.import_module("horovod.tensorflow.keras" if is_legacy else "horovod.keras")
     hvd.init()
     return _Training(job, packed, keras, hvd).run()
 
 
-def horovod_for(keras: Any) -> Any:
-    """Return Horovod's module for this Keras."""
-    name = "horovod.tensorflow.keras" if keras.__name__ == "tf_keras" else "horovod.keras"
-    return importlib.import_module(name)
-
-
-def compiled(keras: Any, model: Any, packed: dict[str, Any], optimizer: Any) -> Any:
-    """The model with its optimizer, losses and metrics."""
+def compile_model(keras: Any, model: Any, packed: dict[str, Any], optimizer: Any) -> None:
+    """Compile a model with its optimizer, losses and metrics."""
     custom = packed["custom_objects"] or {}
     model.compile(
         optimizer=optimizer,
@@ -49,7 +44,6 @@ def compiled(keras: Any, model: Any, packed: dict[str, Any], optimizer: Any) -> 
         loss_weights=packed["loss_weights"],
         metrics=unpack_part(keras, packed["metrics"], custom) or None,
     )
-    return model
 
 
 class _Training:
@@ -70,11 +64,11 @@ class _Training:
         optimizer = unpack_part(keras, packed["optimizer"], custom)
         if state is not None:
             restore(keras, optimizer, self.model, state)
-        _scale_rate(keras, optimizer, packed["learning_rate"], hvd.size())
+        scale_rate(keras, optimizer, packed["learning_rate"], hvd.size())
         options = {"backward_passes_per_step": job["backward_passes_per_step"]}
         if job["gradient_compression"] is not None:
             options["compression"] = job["gradient_compression"]
-        compiled(keras, self.model, packed, hvd.DistributedOptimizer(optimizer, **options))
+        compile_model(keras, self.model, packed, hvd.DistributedOptimizer(optimizer, **options))
 
     def run(self) -> dict[str, Any] | None:
         job, hvd = self.job, self.hvd
@@ -86,7 +80,7 @@ class _Training:
                 job.store.get_local_output_dir() as folder,
             ):
                 if isinstance(data, PetastormDataModule):
-                    data.fit_model(*_shapes(self.model), job["label_shapes"])
+                    data.fit_model(*model_shapes(self.model), job["label_shapes"])
                 more: dict[str, Any] = {}
                 if job.has_validation:
                     more["validation_data"] = self._fed(data.val_data())
@@ -156,7 +150,7 @@ class _Training:
         return dataset.prefetch(self.job["tensorflow_dataset_prefetch_buffer_size"] or 1)
 
 
-def _shapes(model: Any) -> tuple[list[tuple[Any, Any]], list[Any], bool]:
+def model_shapes(model: Any) -> tuple[list[tuple[Any, Any]], list[Any], bool]:
     """Return types and shapes of the inputs, shapes of the outputs, and if inputs have names."""
     inputs = [(_dtype(each), tuple(each.shape)[1:]) for each in model.inputs]
     inputs = [(kind, tuple(-1 if s is None else s for s in shape)) for kind, shape in inputs]
@@ -194,7 +188,7 @@ def restore(keras: Any, optimizer: Any, model: Any, state: list[Any] | None) -> 
             variable.assign(value)
 
 
-def _scale_rate(keras: Any, optimizer: Any, rate: float | None, factor: int) -> None:
+def scale_rate(keras: Any, optimizer: Any, rate: float | None, factor: int) -> None:
     if rate is None:  # a schedule of the optimizer's own
         return
     if keras.__name__ == "tf_keras":

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from horovod.spark.common.reading.columns import ColumnError
 from horovod.spark.common.stores.filesystem import arrow_filesystem
 
 READ_BYTES = 1024 * 1024  # bytes that a worker reads ahead, of all columns together
@@ -77,6 +78,16 @@ class ParquetFiles:
         if self.partitions:
             return list(self.dataset.schema.names)
         return list(self.metadata[0].schema.to_arrow_schema().names)
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raise ColumnError if the data lacks one of these columns."""
+        names = self.names
+        missing = [name for name in columns if name not in names]
+        if missing:
+            raise ColumnError(
+                f"the data at {self.url} has no column {', '.join(map(repr, missing))}; "
+                f"it has {', '.join(names)}"
+            )
 
     @property
     def bytes_per_row(self) -> int:

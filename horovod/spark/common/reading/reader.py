@@ -91,14 +91,8 @@ class ParquetReader:
         if workers_count < 1:
             raise ValueError(f"a reader needs at least one worker, not {workers_count}")
         self.files = ParquetFiles(url, storage_options)
-        names = self.files.names
-        self.columns = list(schema_fields or names)
-        missing = [name for name in self.columns if name not in names]
-        if missing:
-            raise ColumnError(
-                f"the data at {url} has no column {', '.join(map(repr, missing))}; "
-                f"it has {', '.join(names)}"
-            )
+        self.columns = list(schema_fields or self.files.names)
+        self.files.check_columns(self.columns)
         if self.files.num_rows < shard_count:
             raise ValueError(
                 f"the data at {url} has {self.files.num_rows} row(s) for {shard_count} ranks: "
