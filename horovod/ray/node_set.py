@@ -80,9 +80,9 @@ class _Worker:
     node: _Node
     actor: Any
     info: Any  # a reference to its `WorkerInfo`
-    call: Future[Any]  # what it does now: it takes its place in the job, or works
+    call: Future[Any]  # what it does now: it joins the job, or runs the function
     is_working: bool = False
-    is_killed: bool = False  # by us
+    is_killed: bool = False  # by this process
     asked_at: float = field(default_factory=time.monotonic)
 
 
@@ -305,7 +305,7 @@ class NodeSet(HostSet):
     # -- the end ---------------------------------------------------------------------------
 
     def close(self, grace: float) -> None:
-        """End all workers; those that run have so many seconds to end by themselves."""
+        """End all workers; those that run have `grace` seconds to end by themselves."""
         if self._closed:
             return
         self._closed = True
@@ -314,7 +314,7 @@ class NodeSet(HostSet):
         wait([worker.call for worker in working], timeout=grace)
         self.ends += [self._end_of(worker, worker.call) for worker in working if worker.call.done()]
         kill(worker.actor for worker in self._workers.values())
-        # They are gone before the store is: nobody of them complains that he cannot reach it.
+        # They are gone before the store is, so none complains that it cannot reach the store.
         wait([worker.call for worker in self._workers.values()], timeout=_KILL_SECONDS)
         self._workers.clear()
         self._mailbox.close()

@@ -129,11 +129,14 @@ class RayExecutor:
         self.settings = self.create_settings() if settings is None else settings
         self.adapter: Adapter | None = None
         self.params: StaticParams | ElasticParams
+        needs: dict[str, Any] = {
+            "cpus_per_worker": cpus_per_worker,
+            "use_gpu": use_gpu,
+            "gpus_per_worker": gpus_per_worker,
+        }
         if min_workers is not None:
             self.params = ElasticParams(
-                cpus_per_worker=cpus_per_worker,
-                use_gpu=use_gpu,
-                gpus_per_worker=gpus_per_worker,
+                **needs,
                 min_workers=min_workers,
                 max_workers=max_workers,
                 reset_limit=reset_limit,
@@ -143,9 +146,7 @@ class RayExecutor:
             )
         else:
             self.params = StaticParams(
-                cpus_per_worker=cpus_per_worker,
-                use_gpu=use_gpu,
-                gpus_per_worker=gpus_per_worker,
+                **needs,
                 num_workers=num_workers,
                 num_hosts=num_hosts,
                 num_workers_per_host=num_workers_per_host,

@@ -62,12 +62,12 @@ class StaticAdapter(Adapter):
         self.workers = [workers[i] for i in order]
         self._infos = infos = [infos[i] for i in order]
         coordinator = self._coordinator = Coordinator(self.settings)
-        places = coordinator.join(infos, extra)
+        variables = coordinator.join(infos, extra)
         self._messages = Messages(coordinator.endpoints.store)
         request = coordinator.request()
         refs = []
         for rank, worker in enumerate(self.workers):
-            refs.append(worker.join.remote({**self._gpus(rank), **places[rank]}, request))
+            refs.append(worker.join.remote({**self._gpus(rank), **variables[rank]}, request))
             worker.set_queue.remote(StoreQueue())
         for rank, problem in enumerate(self._collect(refs)):
             if problem:

@@ -154,7 +154,7 @@ class BaseHorovodWorker:
         return describe_worker()
 
     def join(self, env_vars: Mapping[str, str], request: Mapping[str, Any]) -> str:
-        """Take a place in the job. Adapters call it.
+        """Join the job. Adapters call it.
 
         Args:
             env_vars: Environment variables of this rank.
@@ -196,7 +196,7 @@ class ElasticWorker(BaseHorovodWorker):
             value = func(self.executable)
         except SystemExit as error:
             if error.code in (0, None):
-                return WorkerEnd(0)  # it left, or has no place any more
+                return WorkerEnd(0)  # it left, or the job has no rank for it any more
             return _failed(f"the function called sys.exit({error.code!r})", error)
         except BaseException as error:
             return _failed(f"the function raised {type(error).__qualname__}: {error}", error)

@@ -16,6 +16,7 @@ from horovod.spark.common.checks import check_nan_labels, check_types, check_val
 from horovod.spark.common.job import ARROW_POOL, TrainingJob
 from horovod.spark.common.metadata import Metadata, describe_rows
 from horovod.spark.common.params import EstimatorParams, ModelParams
+from horovod.spark.common.prediction import Predictor, transform
 from horovod.spark.common.reading.columns import Rows
 from horovod.spark.common.reading.head import head_of_frame, head_of_parquet
 from horovod.spark.common.reading.parquet_files import ParquetFiles
@@ -267,3 +268,11 @@ class HorovodModel(Persistent, ModelParams, Model):
             The DataFrame with a column of predictions for each label.
         """
         return super().transform(df, params)
+
+    def _transform(self, df: Any) -> Any:
+        columns = self.getFeatureColumns(), self.getOutputCols()
+        return transform(df, self._predictor(), *columns, self.getMetadata())
+
+    def _predictor(self) -> Predictor:
+        """Make the predictor, which is sent to the executors."""
+        raise NotImplementedError

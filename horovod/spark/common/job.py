@@ -71,7 +71,7 @@ class TrainingJob:
         return int(self["val_batch_size"] or self["batch_size"])
 
     def train_steps(self, size: int, *, whole: bool) -> int:
-        """Return the batches of an epoch on each rank; `whole` leaves out rows that fill none."""
+        """Return the batches of an epoch on each rank, full ones only with `whole`."""
         given = self["train_steps_per_epoch"]
         if given:
             return int(given)

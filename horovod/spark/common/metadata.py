@@ -23,23 +23,23 @@ def describe(frame: Any, columns: list[str], compress_sparse: bool) -> Metadata:
     kinds = {field.name: field.dataType for field in frame.schema.fields}
     queries = {name: _Queries(F.col(quoted(name)), kinds[name]) for name in columns}
     wanted = []
-    for place, query in enumerate(queries.values()):
-        wanted.append(F.count_if(query.has_null).alias(f"null {place}"))
-        wanted.append(F.count_if(query.has_nan).alias(f"nan {place}"))
+    for index, query in enumerate(queries.values()):
+        wanted.append(F.count_if(query.has_null).alias(f"null {index}"))
+        wanted.append(F.count_if(query.has_nan).alias(f"nan {index}"))
         for depth, (shortest, longest) in enumerate(query.lengths):
-            wanted.append(F.min(shortest).alias(f"min {depth} {place}"))
-            wanted.append(F.max(longest).alias(f"max {depth} {place}"))
+            wanted.append(F.min(shortest).alias(f"min {depth} {index}"))
+            wanted.append(F.max(longest).alias(f"max {depth} {index}"))
     found = frame.agg(*wanted).first().asDict()
     metadata: Metadata = {}
-    for place, (name, query) in enumerate(queries.items()):
+    for index, (name, query) in enumerate(queries.items()):
         shape = []
         for depth in range(len(query.lengths)):
-            shortest, longest = found[f"min {depth} {place}"], found[f"max {depth} {place}"]
+            shortest, longest = found[f"min {depth} {index}"], found[f"max {depth} {index}"]
             check_lengths(name, shortest, longest)
             shape.append(int(longest or 0))
         metadata[name] = _entry(kinds[name].simpleString(), tuple(shape), compress_sparse)
-        metadata[name]["nulls"] = int(found[f"null {place}"])
-        metadata[name]["nans"] = int(found[f"nan {place}"])
+        metadata[name]["nulls"] = int(found[f"null {index}"])
+        metadata[name]["nans"] = int(found[f"nan {index}"])
     return metadata
 
 

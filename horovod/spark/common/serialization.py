@@ -94,16 +94,9 @@ class Persistent(MLReadable, MLWritable):
     def write(self) -> Any:
         return HorovodParamsWriter(self)
 
-    def save(self, path: str) -> None:
-        self.write().save(path)
-
     @classmethod
     def read(cls) -> Any:
         return HorovodParamsReader(cls)
-
-    @classmethod
-    def load(cls, path: str) -> Any:
-        return cls.read().load(path)
 
     def _encode(self, name: str, value: Any) -> Any:
         return encode(name, value)

@@ -70,10 +70,10 @@ class PetastormDataModule(ParquetDataModule):
                 for array, (dtype, shape) in zip(features, self.inputs, strict=True)
             ]
         labels = []
-        for place, name in enumerate(self.label_columns):
+        for index, name in enumerate(self.label_columns):
             label = rows[name]
             label = label.astype(np.float32) if label.dtype == np.float64 else label
-            shape = self.outputs[place] if self.outputs else None
+            shape = self.outputs[index] if self.outputs else None
             if shape is not None and np.prod(label.shape[1:]) == np.prod(shape):
                 label = label.reshape(len(label), *shape)
             labels.append(label)

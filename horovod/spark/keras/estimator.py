@@ -16,7 +16,7 @@ from horovod.spark.common.estimator import HorovodEstimator, HorovodModel
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
-from horovod.spark.common.prediction import Predict, transform
+from horovod.spark.common.prediction import Predict
 from horovod.spark.common.reading.columns import Rows
 from horovod.spark.common.serialization import Persistent, decode
 from horovod.spark.keras import remote, serialization
@@ -315,14 +315,11 @@ class KerasModel(PersistentInKeras, HorovodModel):
         super().__init__()
         self._set_given(self._input_kwargs)
 
-    def _transform(self, df: Any) -> Any:
-        predictor = KerasPredictor(
+    def _predictor(self) -> Any:
+        return KerasPredictor(
             serialization.pack_model(self.getModel()),
             self.getCustomObjects(),
             self.getFeatureColumns(),
-        )
-        return transform(
-            df, predictor, self.getFeatureColumns(), self.getOutputCols(), self.getMetadata()
         )
 
 

@@ -112,8 +112,8 @@ def _versions(executable: str | None) -> dict[str, str | None]:
 def worker_environment(ticket: Ticket) -> dict[str, str]:
     """Return the workers' environment: the executor's, with what the user asked for."""
     env = {name: value for name, value in os.environ.items() if name not in _SPARKS_OWN}
-    places = dict.fromkeys([*search_path(), *ticket.search_path])
-    env["PYTHONPATH"] = os.pathsep.join(places)
+    folders = dict.fromkeys([*search_path(), *ticket.search_path])
+    env["PYTHONPATH"] = os.pathsep.join(folders)
     env[GPUS] = ",".join(get_available_devices())
     env.setdefault("HOROVOD_START_TIMEOUT", f"{ticket.start_timeout:g}")
     if "PYTHONPATH" in ticket.env:

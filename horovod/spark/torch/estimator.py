@@ -15,7 +15,7 @@ from horovod.spark.common.estimator import HorovodEstimator, HorovodModel
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
-from horovod.spark.common.prediction import Predict, transform
+from horovod.spark.common.prediction import Predict
 from horovod.spark.common.reading.columns import Rows
 from horovod.spark.torch import remote
 from horovod.spark.torch.datamodule import tensors
@@ -324,15 +324,6 @@ class TorchModel(PersistentWithOptimizer, HorovodModel):
     ) -> None:
         super().__init__()
         self._set_given(self._input_kwargs)
-
-    def _transform(self, df: Any) -> Any:
-        return transform(
-            df,
-            self._predictor(),
-            self.getFeatureColumns(),
-            self.getOutputCols(),
-            self.getMetadata(),
-        )
 
     def _predictor(self) -> Any:
         feed = Feed(

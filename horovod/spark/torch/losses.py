@@ -108,21 +108,20 @@ class Averages:
             for group in self._groups:
                 for metric, output, label in zip(group, outputs, labels, strict=True):
                     values.append(torch.as_tensor(metric(output, label)))
-            for place, value in enumerate(values):
+            for index, value in enumerate(values):
                 mean = value.detach().double()
                 mean = mean.mean() if mean.dim() else mean
-                before = self._sums[place].to(mean.device)
-                self._sums[place] = torch.add(before, mean, alpha=rows)
+                before = self._sums[index].to(mean.device)
+                self._sums[index] = torch.add(before, mean, alpha=rows)
         self._rows += rows
 
     def result(self, hvd: Any, name: str) -> dict[str, Any]:
+        """Return the means over all ranks, the metrics in their groups."""
         sums = [value.cpu() for value in self._sums]
         total = torch.stack([*sums, torch.tensor(float(self._rows), dtype=torch.float64)])
         if hvd.size() > 1:
             total = hvd.allreduce(total, op=hvd.Sum, name=f"spark.{name}")
-        means = (total[:-1] / total[-1].clamp(min=1)).tolist()
-        metrics, place = [], 1
-        for group in self._groups:
-            metrics.append(means[place : place + len(group)])
-            place += len(group)
-        return {"loss": means[0], "all_metrics": metrics}
+        loss, *means = (total[:-1] / total[-1].clamp(min=1)).tolist()
+        rest = iter(means)
+        metrics = [[next(rest) for _ in group] for group in self._groups]
+        return {"loss": loss, "all_metrics": metrics}

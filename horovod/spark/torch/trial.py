@@ -87,13 +87,13 @@ class Trial:
         if not done:
             return
         outputs, wanted = pairs
-        for place, name in enumerate(self.feed.labels):
-            output, label = outputs[place], wanted[place]
+        for index, name in enumerate(self.feed.labels):
+            output, label = outputs[index], wanted[index]
             found = f"{self._describe(name, label)} and an output {_text(output)}"
             advice = "Change label_shapes, the loss or the model"
             for what, function in (
-                ("loss", functions[place]),
-                *(("metric", group[place]) for group in groups),
+                ("loss", functions[index]),
+                *(("metric", group[index]) for group in groups),
             ):
                 _call(
                     functools.partial(function, output, label),

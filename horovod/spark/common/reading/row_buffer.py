@@ -61,9 +61,9 @@ class RowLayout:
     def columns(self, arrays: list[Array]) -> Rows:
         """Return each column as a view into the arrays, in the order in which they were read."""
         found = {
-            name: array[:, place]
+            name: array[:, index]
             for names, array in zip(self.blocks, arrays, strict=True)
-            for place, name in enumerate(names)
+            for index, name in enumerate(names)
         }
         return {name: found[name] for name in self.kinds}
 
@@ -105,10 +105,10 @@ def _are_columns_of(array: Any, shape: tuple[int, ...], columns: list[Array]) ->
     step, strides = array.strides[1], (array.strides[0], *array.strides[2:])
     return all(
         column.base is array
-        and column.__array_interface__["data"][0] == start + place * step
+        and column.__array_interface__["data"][0] == start + index * step
         and column.shape == first.shape
         and column.strides == strides
-        for place, column in enumerate(columns)
+        for index, column in enumerate(columns)
     )
 
 
