@@ -1,4 +1,4 @@
-"""What `RayExecutor` asks of an implementation: static and elastic_v2 are the two.
+"""The interface between `RayExecutor` and its two implementations, static and elastic_v2.
 
 An adapter lives in the driver, or through Ray Client in an actor on the cluster.
 """
@@ -20,7 +20,7 @@ Executable = tuple[type | None, Sequence[Any] | None, Mapping[str, Any] | None]
 
 
 class Adapter(ABC):
-    """Starts workers, and has functions called on them."""
+    """Starts workers, and calls functions on them."""
 
     @abstractmethod
     def start(self, executable: Executable, env: Mapping[str, str]) -> None:

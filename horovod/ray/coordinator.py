@@ -1,4 +1,4 @@
-"""Who is which rank of a job on Ray, and where its ranks meet.
+"""The ranks of a job on Ray: where each runs, and the store through which they find each other.
 
 The static adapter registers the workers that Ray has placed; the trainer for Ray Train does so for
 its worker group. Ranks belong together by Ray's node id: several nodes may be on one host.

@@ -169,7 +169,7 @@ class ElasticAdapter(Adapter):
 
 
 class _Console(Console):
-    """What the driver says goes where Python's stderr goes, which may be a notebook."""
+    """Writes the driver's messages to where Python's stderr goes, which may be a notebook."""
 
     def __init__(self, verbose: int) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ class _Worker:
 
 
 class NodeSet(HostSet):
-    """The nodes that are wanted, and all actors on them."""
+    """The nodes that the driver uses, and all actors on them."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class BaseParams:
-    """What one worker needs."""
+    """The resources that one worker needs."""
 
     cpus_per_worker: int = 1
     use_gpu: bool = False

@@ -34,7 +34,7 @@ class StaticAdapter(Adapter):
     def __init__(self, settings: Any, params: StaticParams) -> None:
         self.settings = settings
         self.params = params
-        self.workers: list[Any] = []  # by rank
+        self.workers: list[Any] = []  # in the order of ranks
         self._infos: list[WorkerInfo] = []
         self.strategy: BaseStrategy | None = None
         self._coordinator: Coordinator | None = None

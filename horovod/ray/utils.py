@@ -1,4 +1,4 @@
-"""Names that programs import from ``horovod.ray.utils``."""
+"""Functions about network interfaces that programs for Horovod 0.28.1 import from here."""
 
 from __future__ import annotations
 

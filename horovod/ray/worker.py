@@ -37,7 +37,7 @@ _COMPARED = ("torch",)  # packages that must be the same on all ranks, besides o
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker says about itself."""
+    """Facts about a worker that the driver needs, from the worker itself."""
 
     node_id: str
     hostname: str
@@ -52,7 +52,7 @@ class WorkerInfo:
 class WorkerEnd:
     """How an elastic worker's function ended."""
 
-    code: int  # as a process's exit code
+    code: int  # a process would have it as its exit code
     finished: bool = False  # the function returned; else it failed, or the worker had to leave
     rank: int | None = None
     value: Any = None

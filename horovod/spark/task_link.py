@@ -14,7 +14,7 @@ from horovod.runner.api import ChannelLink, LinkChannel, LinkServer
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """What a task said about itself."""
+    """Facts about a task, from the task itself."""
 
     partition: int
     attempt: tuple[int, int]  # Spark's, unlike any other of the application, and ours within it
@@ -49,7 +49,7 @@ class TaskLink(ChannelLink):
 
 
 class TaskServer(LinkServer[TaskLink]):
-    """Where the tasks of a job connect."""
+    """The server to which the tasks of a job connect."""
 
     owner = "horovod.spark"
 

@@ -1,4 +1,4 @@
-"""What runs the training function of an estimator on many processes."""
+"""Backends, which run the training function of an estimator on many processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horovod.common.logging import TORCH_VERSION_SAID
 
 
 class Backend(ABC):
-    """What runs a training on many processes; subclass it to train elsewhere than on Spark."""
+    """Runs a training on many processes; subclass it to train elsewhere than on Spark."""
 
     @abstractmethod
     def run(

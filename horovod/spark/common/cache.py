@@ -1,4 +1,4 @@
-"""Which DataFrames have been written to which store already, in this process."""
+"""The DataFrames that this process has already written to a store, and facts about the data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horovod.spark.common.metadata import Metadata
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of the Parquet of one dataset in a store."""
+    """Facts about the Parquet of one dataset in a store."""
 
     dataset_idx: int | None
     train_rows: int

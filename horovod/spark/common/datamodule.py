@@ -70,7 +70,7 @@ class DataModule(ABC):
 
 
 class ParquetDataModule(DataModule):
-    """Reads Parquet; subclasses say what a framework gets of a batch.
+    """Reads Parquet; subclasses bring batches into the form that a framework takes.
 
     Training goes through the shard again and again: every epoch has exactly
     `steps_per_epoch_train` full batches on every rank. Validation takes each row of the shard

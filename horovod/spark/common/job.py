@@ -13,7 +13,7 @@ from horovod.spark.common.stores.store_base import RemoteStore
 # Arrow allocates by malloc what it reads files with. It reads this when it is loaded.
 ARROW_POOL = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 
-_LOADER_OPTIONS = (  # that only Lightning's estimator has
+_LOADER_OPTIONS = (  # parameters that only Lightning's estimator has
     "loader_num_epochs",
     "debug_data_loader",
     "train_async_data_loader_queue_size",
@@ -34,16 +34,16 @@ def use_system_memory() -> None:
 
 @dataclass
 class TrainingJob:
-    """One training; the same on all ranks."""
+    """One training, described in the same way to all ranks."""
 
     facts: DataFacts
     store: RemoteStore
     run_id: str
     feature_columns: list[str]
     label_columns: list[str]
-    params: dict[str, Any]  # of the estimator, without those that stay on the driver
+    params: dict[str, Any]  # the estimator's, without those that stay on the driver
     payload: bytes = b""  # the model and what belongs to it, pickled
-    checkpoint: bytes | None = None  # to go on from
+    checkpoint: bytes | None = None  # the training goes on from it
 
     LEFT_OUT = ("model", "optimizer", "store", "backend", "num_proc", "loss", "loss_constructors")
 

@@ -1,4 +1,4 @@
-"""What is known of the columns: type and shape, from Spark's schema and from Parquet."""
+"""Types and shapes of columns, from Spark's schema and from Parquet."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def plain_column(name: str, kind: str) -> Any:
 
 
 class _Queries:
-    """What to ask Spark about the rows of one column."""
+    """Spark's expressions that find nulls, NaN and lengths in the rows of one column."""
 
     def __init__(self, column: Any, kind: Any) -> None:
         import pyspark.sql.functions as F
@@ -102,7 +102,7 @@ class _Queries:
             if is_first:
                 length = F.when(column.isNotNull(), F.size(column))
                 self.lengths.append((length, length))
-            else:  # of arrays in an array
+            else:  # arrays inside an array
                 lengths = F.transform(column, F.size)
                 self.lengths.append((F.array_min(lengths), F.array_max(lengths)))
                 column = F.flatten(column)
@@ -123,7 +123,7 @@ def nan_condition(frame: Any, columns: list[str]) -> Any:
     found = F.lit(False)
     for name in columns:
         has_nan = _Queries(F.col(quoted(name)), frame.schema[name].dataType).has_nan
-        found |= F.coalesce(has_nan, F.lit(False))  # of null it is null
+        found |= F.coalesce(has_nan, F.lit(False))  # for a null it is null
     return found
 
 

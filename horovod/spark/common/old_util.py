@@ -1,4 +1,4 @@
-"""Functions of `horovod.spark.common.util` in 0.28.1 that nothing here needs, for old programs.
+"""Functions that old programs import from `horovod.spark.common.util`; nothing here calls them.
 
 `util` has their names; docs/old_names.md lists them.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from horovod.spark.common.metadata import describe, quoted
 
-_NAMES = {  # of Spark's types: text, Python's type, numpy's type
+_NAMES = {  # Spark's type: its text, Python's type, numpy's type
     "IntegerType": ("Int", int, np.int32),
     "LongType": ("Long", int, np.int64),
     "FloatType": ("Float", float, np.float32),

@@ -25,7 +25,7 @@ def _strings(value: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Spec:
-    """One parameter: its name, what is converted, what it is for, and what its accessors end in."""
+    """One parameter: name, default, description, converter, and the end of its accessors' names."""
 
     name: str
     default: Any

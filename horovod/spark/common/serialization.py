@@ -89,7 +89,7 @@ def _session_or_context(worker: Any) -> Any:
 
 
 class Persistent(MLReadable, MLWritable):
-    """Mixed into estimators and models: they can be saved and loaded."""
+    """Makes estimators and models, into which it is mixed, ones that can be saved and loaded."""
 
     def write(self) -> Any:
         return HorovodParamsWriter(self)

@@ -110,7 +110,7 @@ class PytorchAsyncDataLoader(AsyncDataLoaderMixin, PytorchDataLoader):
 
 
 class PytorchInfiniteDataLoader(PytorchDataLoader):
-    """Goes on where the last epoch ended; the reader's `num_epochs` must be None."""
+    """Continues in each epoch where the last one ended; `num_epochs` of the reader must be None."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -324,7 +324,7 @@ class KerasModel(PersistentInKeras, HorovodModel):
 
 
 class KerasPredictor:
-    """A Keras model for executors."""
+    """A Keras model that is sent to executors, and predicts there."""
 
     def __init__(self, packed: dict[str, Any], custom_objects: Any, features: list[str]) -> None:
         self._packed = packed

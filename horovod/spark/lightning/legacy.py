@@ -1,4 +1,4 @@
-"""A plain PyTorch model with an optimizer and losses, as a Lightning module."""
+"""Makes a Lightning module of a plain PyTorch model with an optimizer and losses."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class _History:
 
 
 class _Finite:
-    """`terminate_on_nan`, which Lightning 2 has no option for."""
+    """Ends the training at a loss that is not finite: Lightning 2 has no `terminate_on_nan`."""
 
     def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
         if not torch.isfinite(loss).all():

@@ -1,4 +1,4 @@
-"""What runs in Spark's tasks, and what functions that run there may ask."""
+"""Code that runs in Spark's tasks, and what functions that run there may ask for."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from horovod.spark.common.datamodule import ParquetDataModule
 from horovod.spark.common.reading.columns import Rows
 from horovod.spark.torch.feeding import Batch
 
-BATCHES_AHEAD = 8  # that wait for the training loop, if they do not take more than these bytes
+BATCHES_AHEAD = 8  # batches that wait for the training loop, if they take at most these bytes
 BYTES_AHEAD = 2 * 1024 * 1024
 
 
@@ -38,7 +38,7 @@ class _GroupLoader(BaseDataLoader):
     def __init__(
         self, ahead: int, steps: int, source: Callable[[], Iterator[Rows]], ends_early: bool
     ) -> None:
-        self._ends_early = ends_early  # which is an error: the other ranks would wait
+        self._ends_early = ends_early  # whether that is an error: other ranks would wait
         self._ahead = max(1, ahead)
         self._steps = steps
         self._source = source

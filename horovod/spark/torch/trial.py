@@ -33,7 +33,7 @@ _WANTS_INTEGERS = re.compile(r"\b(Long|Int)\b")
 
 @dataclass(frozen=True)
 class Trial:
-    """What is tried: the packed model and losses, how they are fed, and the size of batches."""
+    """A trial of the packed model and losses, with the form of their input and the batch size."""
 
     payload: bytes
     feed: Feed

@@ -17,8 +17,8 @@ from horovod.spark.common.reading.row_buffer import (
     row_count,
 )
 
-BUFFER_BYTES = 24 * 1024 * 1024  # of rows that a rank shuffles among
-# Of large rows, such as images, at least these, as far as they fit in eight times the bytes.
+BUFFER_BYTES = 24 * 1024 * 1024  # size of the rows that a rank shuffles among
+# Large rows, such as images: at least this number, if they fit in eight times the bytes.
 BUFFER_ROWS = 1024
 
 # A draw has a cost of its own, so several small batches are drawn at once: at most these rows
@@ -62,7 +62,7 @@ def _blocks(
 ) -> Iterator[tuple[RowLayout, list[Array]]]:
     """Yield blocks of some batches; the last may be smaller, and end with a part of a batch."""
     ending: RowBuffer | RowQueue | None = None  # holds the rows left of the pass before
-    storage: RowStorage | None = None  # which the rows of two passes share
+    storage: RowStorage | None = None  # shared by the rows of two passes
     parts: list[list[Array]] = []  # draws for a block that one draw could not fill
     layout: RowLayout | None = None
     capacity = rows_in_block = lacking = 0

@@ -1,4 +1,4 @@
-"""Arrow columns as numpy arrays with one row shape: what the reader and `transform` share.
+"""Arrow columns as numpy arrays with one row shape, for the reader and for `transform`.
 
 Numbers and booleans become one value per row, arrays (nested ones too) a block per row, and Spark
 ML vectors, dense and sparse, become dense rows. Every row of a column must have the same shape and

@@ -1,4 +1,4 @@
-"""The first rows of a DataFrame or of Parquet, as arrays: what the driver tries things with."""
+"""The first rows of a DataFrame or of Parquet as arrays, with which the driver tries a model."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from horovod.spark.common.reading.columns import Rows
 from horovod.spark.common.reading.parquet_files import Piece
 from horovod.spark.common.reading.row_buffer import RowLayout, row_count
 
-FREE_SHARE = 0.1  # of the disk, which the file leaves free
+FREE_SHARE = 0.1  # share of the disk that the file leaves free
 
 _Chunk = tuple[int, int]  # where it begins in the file, and its number of rows
 
@@ -115,7 +115,7 @@ class PieceFile:
                 if not done:
                     raise OSError(f"a temporary file in {self._folder} has lost its rows")
                 position, left = position + done, left[done:]
-            array.flags.writeable = False  # so that nobody copies it who would copy what may change
+            array.flags.writeable = False  # it does not change any more, so nobody has to copy it
         return self._layout.columns(arrays)
 
 

@@ -29,7 +29,7 @@ __all__ = ["ParquetReader"]
 # again; larger blocks go back to the system, and every page of the next one costs a fault: decoding
 # 32 MiB at once took twice the processor time.
 CHUNK_BYTES = 512 * 1024
-CHUNKS_AHEAD = 1  # that each worker may have ready
+CHUNKS_AHEAD = 1  # chunks that each worker may have ready
 
 
 class ParquetReader:
@@ -199,11 +199,11 @@ class ParquetReader:
 
 
 class _End:
-    """Stands behind the last chunk of a piece."""
+    """Marks the end of a piece, behind its last chunk."""
 
 
 class _Output:
-    """What one worker has for the consumer: chunks, the ends of pieces, at last an error."""
+    """The output of one worker: chunks, the ends of pieces, and an error if it fails."""
 
     def __init__(self) -> None:
         self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -15,12 +15,12 @@ from horovod.spark.common.reading.columns import ColumnError, Rows
 
 Array = np.ndarray[Any, Any]
 
-_TILE_BYTES = 1024 * 1024  # of rows that are packed at once: they stay in the cache
+_TILE_BYTES = 1024 * 1024  # size of the rows that are packed at once: they stay in the cache
 _TILE_ROWS = 1024  # at least: packing has a cost for each column of a tile
 
 
 class RowLayout:
-    """Which columns share an array."""
+    """The arrays into which rows are packed, and the columns that share each of them."""
 
     def __init__(self, rows: Rows) -> None:
         self.kinds = {name: (array.dtype, array.shape[1:]) for name, array in rows.items()}
@@ -113,7 +113,7 @@ def _are_columns_of(array: Any, shape: tuple[int, ...], columns: list[Array]) ->
 
 
 class RowStorage:
-    """Memory for rows, whose places are given out and taken back."""
+    """Memory for rows: `put` gives rows places in it, `take` frees them."""
 
     def __init__(self, layout: RowLayout, capacity: int) -> None:
         self._layout = layout

@@ -22,7 +22,7 @@ _INSTALL = (
 )
 
 _CHECK = "Check that it runs, and its host and port: fs.defaultFS in core-site.xml has them"
-ANSWER_SECONDS = 30.0  # for the NameNode to accept a connection
+ANSWER_SECONDS = 30.0  # time for the NameNode to accept a connection
 
 
 def connect(
@@ -93,7 +93,7 @@ def _leave_signals_to_python() -> None:
 
 
 class HadoopFiles(ArrowFSWrapper):
-    """fsspec's view of HDFS, where only what is not there is missing."""
+    """fsspec's view of HDFS; a path is missing only if the NameNode says that it is not there."""
 
     cachable = False
 
