@@ -1,4 +1,4 @@
-"""What `RayExecutor` asks of an implementation; static and elastic_v2 are the two there are.
+"""The interface between `RayExecutor` and its two implementations, static and elastic_v2.
 
 An adapter lives in the driver, or through Ray Client in an actor on the cluster.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from horovod.ray.params import BaseParams
 
-__all__ = ["Adapter", "BaseParams", "Call", "Callback", "Executable"]
+__all__ = ["Adapter", "BaseParams", "Callback", "Executable", "as_call"]
 
 Callback = Callable[[Any], object]
 
@@ -20,7 +20,7 @@ Executable = tuple[type | None, Sequence[Any] | None, Mapping[str, Any] | None]
 
 
 class Adapter(ABC):
-    """Starts workers, and has functions called on them."""
+    """Starts workers, and calls functions on them."""
 
     @abstractmethod
     def start(self, executable: Executable, env: Mapping[str, str]) -> None:
@@ -34,7 +34,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def execute_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Like `execute`, but return at once: one ObjectRef for each rank."""
+        """Do the same without waiting; return one ObjectRef for each rank."""
 
     @abstractmethod
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
@@ -45,20 +45,11 @@ class Adapter(ABC):
         """End the workers and give back what they occupied."""
 
 
-class Call:
-    """``fn(*args, **kwargs)`` as a function of a worker's executable, which it does not need."""
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None,
-        kwargs: Mapping[str, Any] | None,
-    ) -> None:
-        if not callable(fn):
-            raise ValueError(f"a function is needed to call on the workers, not {fn!r}")
-        self._fn = fn
-        self._args = tuple(args or ())
-        self._kwargs = dict(kwargs or {})
-
-    def __call__(self, executable: Any) -> Any:
-        return self._fn(*self._args, **self._kwargs)
+def as_call(
+    fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> Callable[[Any], Any]:
+    """Make a function of a worker's executable that calls ``fn(*args, **kwargs)`` without it."""
+    if not callable(fn):
+        raise ValueError(f"a function is needed to call on the workers, not {fn!r}")
+    positional, named = tuple(args or ()), dict(kwargs or {})
+    return lambda executable: fn(*positional, **named)

@@ -21,32 +21,23 @@ _POLL_SECONDS = 0.2
 
 
 class _AdapterActor:
-    """Holds the adapter. One thread runs functions, another hands out what was logged."""
+    """Holds the adapter. One thread calls its methods, another hands out what was logged."""
 
     def __init__(self, kind: type[Adapter], settings: Any, params: Any) -> None:
         self._adapter = kind(settings, params)  # type: ignore[call-arg]
         self._logged: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def start(self, executable: Executable, env: Mapping[str, str]) -> None:
-        self._adapter.start(executable, env)
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._adapter, method)(*args)
 
-    def execute(self, fn: Callable[[Any], Any], logged: bool) -> list[Any]:
-        return self._adapter.execute(fn, [self._logged.put] if logged else None)
-
-    def execute_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
-        return self._adapter.execute_remote(fn)
-
-    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        return self._adapter.execute_single(fn)
+    def execute_logged(self, fn: Callable[[Any], Any]) -> list[Any]:
+        return self._adapter.execute(fn, [self._logged.put])
 
     def take_logged(self) -> list[Any]:
-        found = []
+        messages = []
         while not self._logged.empty():
-            found.append(self._logged.get())
-        return found
-
-    def shutdown(self) -> None:
-        self._adapter.shutdown()
+            messages.append(self._logged.get())
+        return messages
 
 
 class RemoteAdapter(Adapter):
@@ -56,43 +47,43 @@ class RemoteAdapter(Adapter):
         actor = ray.remote(_AdapterActor).options(num_cpus=0, max_concurrency=2)
         self._actor = actor.remote(kind, settings, params)
 
+    def _call(self, method: str, *args: Any) -> Any:
+        return _get(self._actor.call.remote(method, *args))
+
     def start(self, executable: Executable, env: Mapping[str, str]) -> None:
         try:
-            _get(self._actor.start.remote(executable, env))
+            self._call("start", executable, env)
         except BaseException:
             kill([self._actor])
             raise
 
     def execute_remote(self, fn: Callable[[Any], Any]) -> list[Any]:
-        return list(_get(self._actor.execute_remote.remote(fn)))
+        return list(self._call("execute_remote", fn))
 
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None
     ) -> list[Any]:
-        result = self._actor.execute.remote(fn, bool(callbacks))
+        if not callbacks:
+            return list(self._call("execute", fn))
+        result = self._actor.execute_logged.remote(fn)
         done: list[Any] = []
         while not done:
-            done, _ = ray.wait([result], timeout=_POLL_SECONDS if callbacks else None)
-            self._call(callbacks or ())
+            done, _ = ray.wait([result], timeout=_POLL_SECONDS)
+            for message in ray.get(self._actor.take_logged.remote()):
+                for callback in callbacks:
+                    callback(message)
         return list(_get(result))
 
-    def _call(self, callbacks: Sequence[Callback]) -> None:
-        if not callbacks:
-            return
-        for message in ray.get(self._actor.take_logged.remote()):
-            for callback in callbacks:
-                callback(message)
-
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        return _get(self._actor.execute_single.remote(fn))
+        return self._call("execute_single", fn)
 
     def shutdown(self) -> None:
-        ray.get(self._actor.shutdown.remote())
+        self._call("shutdown")
         kill([self._actor])
 
 
 def _get(result: Any) -> Any:
-    """The result, or what the adapter raised, as itself."""
+    """Return the result, or raise the adapter's exception as itself."""
     try:
         return ray.get(result)
     except RayTaskError as error:

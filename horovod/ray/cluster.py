@@ -22,7 +22,7 @@ _NAMED_NODES = 8
 
 
 def require_ray() -> None:
-    """`RuntimeError` unless this process is connected to a cluster. Ray would start one here."""
+    """Raise `RuntimeError` if no cluster is connected; Ray itself would start one here."""
     if not ray.is_initialized():
         raise RuntimeError(
             "this process is not connected to a Ray cluster: call ray.init() (a cluster of this "
@@ -36,12 +36,12 @@ def through_client() -> bool:
 
 
 def live_nodes() -> list[Mapping[str, Any]]:
-    """The nodes that live, as Ray describes them."""
+    """Return the nodes that live, as Ray describes them."""
     return [node for node in ray.nodes() if node["Alive"]]
 
 
 def slots_of(node: Mapping[str, Any], resources: Mapping[str, float]) -> int:
-    """How many workers with these needs fit on a node that runs nothing else."""
+    """Return how many workers with these needs fit on a node that runs nothing else."""
     counts = [
         int(node["Resources"].get(name, 0) // amount)
         for name, amount in resources.items()
@@ -51,7 +51,7 @@ def slots_of(node: Mapping[str, Any], resources: Mapping[str, float]) -> int:
 
 
 def describe_amounts(amounts: Mapping[str, float]) -> str:
-    """``2 CPU and 1 GPU``."""
+    """Write amounts of resources as text, such as ``2 CPU and 1 GPU``."""
     return " and ".join(f"{amount:g} {name}" for name, amount in amounts.items()) or "no resources"
 
 
@@ -112,5 +112,5 @@ def kill(actors: Iterable[Any]) -> None:
 
 
 def say(text: str) -> None:
-    """Tell people something, where Python's stderr goes: a terminal, a log or a notebook."""
+    """Print a line where Python's stderr goes: to a terminal, a log or a notebook."""
     print(f"horovod.ray: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Who is which rank of a job on Ray, and where its ranks meet.
+"""The ranks of a job on Ray: where each runs, and the store through which they find each other.
 
 The static adapter registers the workers that Ray has placed; the trainer for Ray Train does so for
 its worker group. Ranks belong together by Ray's node id: several nodes may be on one host.
@@ -45,11 +45,11 @@ class Coordinator:
 
     @property
     def node_id_string(self) -> str:
-        """The same with node ids."""
+        """``NODE_ID:RANKS`` of every node, with commas between them."""
         return ",".join(f"{node}:{len(ranks)}" for node, ranks in self._nodes.items())
 
     def register(self, hostname: str, node_id: str, world_rank: int, address: str = "") -> None:
-        """A rank runs on that node; `address` is the node's."""
+        """Note that a rank runs on a node; `address` is that of the node."""
         if any(world_rank in ranks for ranks in self._nodes.values()):
             raise ValueError(f"rank {world_rank} is registered twice")
         self._nodes.setdefault(node_id, []).append(world_rank)
@@ -58,7 +58,7 @@ class Coordinator:
             self._addresses.append(address)
 
     def finalize_registration(self) -> dict[int, dict[str, str]]:
-        """The variables that say to every rank who it is."""
+        """Return the environment variables of each rank, which say where in the job it is."""
         nodes = {node: sorted(ranks) for node, ranks in self._nodes.items()}
         found = {}
         for node, ranks in nodes.items():
@@ -78,7 +78,7 @@ class Coordinator:
         return dict(sorted(found.items()))
 
     def establish_rendezvous(self) -> dict[str, str]:
-        """Serve the job's store where the nodes reach it; the variables that say so.
+        """Serve the job's store where the nodes reach it; return the variables that tell the ranks.
 
         They are the same for all: a rank that finds a better way (`request`) changes its own.
         """
@@ -92,7 +92,7 @@ class Coordinator:
         }
 
     def join(self, infos: Sequence[WorkerInfo], extra: Mapping[str, str]) -> list[dict[str, str]]:
-        """Register workers, by rank, and serve the store: the variables of each."""
+        """Register the workers by rank and serve the store; return the variables of each rank."""
         check_versions(infos)
         self._watcher = watch(self.endpoints.store, {**os.environ, **extra})
         for rank, info in enumerate(infos):
@@ -108,11 +108,11 @@ class Coordinator:
         return [{**common, **own} for own in self.finalize_registration().values()]
 
     def request(self) -> dict[str, Any]:
-        """What a worker's `join` needs in order to find its way to the store."""
+        """Return what a worker's `join` needs to find its way to the store."""
         return self.endpoints.question(nics_of(self.settings), self.settings.timeout_s)
 
     def close(self) -> None:
-        """The job is over: nobody can reach the store any more."""
+        """End the job: close its store, and what watches it."""
         self._watcher.close()
         self.endpoints.close()
 
@@ -136,7 +136,7 @@ def open_endpoints(
 
 
 def check_versions(infos: Sequence[WorkerInfo]) -> None:
-    """`RuntimeError` where workers have other versions than their peers or this process."""
+    """Raise `RuntimeError` if workers have other versions than their peers or this process."""
     own = own_versions()
     for info in infos:
         expected = {**infos[0].versions, "horovod": own["horovod"]}

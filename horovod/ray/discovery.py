@@ -33,7 +33,7 @@ class RayHostDiscovery(HostDiscovery):
         self.use_gpu = use_gpu
         self.cpus_per_slot = cpus_per_slot
         self.gpus_per_slot = gpus_per_slot or 1
-        self._names: dict[str, str] = {}  # by node id
+        self._names: dict[str, str] = {}  # hosts' names by node id
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         """Return the number of slots of each live node, by its name."""

@@ -71,7 +71,7 @@ class ElasticAdapter(Adapter):
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None
     ) -> list[Any]:
-        """What the workers that finished returned, by rank."""
+        """Call the function on all workers; return the results of those that finished, by rank."""
         require_ray()
         params = self.params
         discovery, names = self._discovery()
@@ -119,7 +119,7 @@ class ElasticAdapter(Adapter):
         """Do nothing: nothing is left after a function has ended."""
 
     def _discovery(self) -> tuple[HostDiscovery, RayHostDiscovery]:
-        """Where hosts come from, and who knows which node is meant by a host's name."""
+        """Return the source of hosts, and the discovery that finds the node of a host's name."""
         params = self.params
         rays = RayHostDiscovery(params.use_gpu, params.cpus_per_worker, params.gpus_per_worker)
         if params.override_discovery:
@@ -169,7 +169,7 @@ class ElasticAdapter(Adapter):
 
 
 class _Console(Console):
-    """What the driver says goes where Python's stderr goes, which may be a notebook."""
+    """Writes the driver's messages to where Python's stderr goes, which may be a notebook."""
 
     def __init__(self, verbose: int) -> None:
         super().__init__()
@@ -183,5 +183,5 @@ class _Console(Console):
 
 
 def _in_words_of_ray(text: str) -> str:
-    """Options of horovodrun by the names of our arguments."""
+    """Replace the options of horovodrun in a text by the names of our arguments."""
     return re.sub(r"--([a-z]+(-[a-z]+)*)", lambda found: found[1].replace("-", "_"), text)

@@ -57,7 +57,7 @@ _KILL_SECONDS = 5.0
 
 @dataclass
 class ActorRequest:
-    """What every worker gets."""
+    """What every worker of a job is started with."""
 
     settings: Any
     needs: BaseParams
@@ -80,14 +80,14 @@ class _Worker:
     node: _Node
     actor: Any
     info: Any  # a reference to its `WorkerInfo`
-    call: Future[Any]  # what it does now: it takes its place in the job, or works
+    call: Future[Any]  # what it does now: it joins the job, or runs the function
     is_working: bool = False
-    is_killed: bool = False  # by us
+    is_killed: bool = False  # by this process
     asked_at: float = field(default_factory=time.monotonic)
 
 
 class NodeSet(HostSet):
-    """The nodes that are wanted, and all actors on them."""
+    """The nodes that the driver uses, and all actors on them."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class NodeSet(HostSet):
                 (self._joined if kind == "joined" else self._ended)(worker, future)
 
     def _joined(self, worker: _Worker, future: Future[Any]) -> None:
-        """The actor runs and has, or has not, found the way to the store."""
+        """Start the function in an actor that has reached the store; end one that has not."""
         if worker.is_killed:
             del self._workers[worker.number]
             self._job.exited(worker.node, [(worker.number, -signal.SIGKILL)])
@@ -305,7 +305,7 @@ class NodeSet(HostSet):
     # -- the end ---------------------------------------------------------------------------
 
     def close(self, grace: float) -> None:
-        """End all workers; those that run have so many seconds to end by themselves."""
+        """End all workers; those that run have `grace` seconds to end by themselves."""
         if self._closed:
             return
         self._closed = True
@@ -314,7 +314,7 @@ class NodeSet(HostSet):
         wait([worker.call for worker in working], timeout=grace)
         self.ends += [self._end_of(worker, worker.call) for worker in working if worker.call.done()]
         kill(worker.actor for worker in self._workers.values())
-        # They are gone before the store is: nobody of them complains that he cannot reach it.
+        # They are gone before the store is, so none complains that it cannot reach the store.
         wait([worker.call for worker in self._workers.values()], timeout=_KILL_SECONDS)
         self._workers.clear()
         self._mailbox.close()
@@ -334,5 +334,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _has_room(free: Mapping[str, float] | None, needs: Mapping[str, float]) -> bool:
-    """Whether a node has this much free; yes, where that is not known."""
+    """Return whether a node has room; true if Ray does not tell."""
     return free is None or all(free.get(name, 0.0) >= amount for name, amount in needs.items())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class BaseParams:
-    """What one worker needs."""
+    """The resources that one worker needs."""
 
     cpus_per_worker: int = 1
     use_gpu: bool = False
@@ -36,7 +36,7 @@ class BaseParams:
 
 @dataclass(kw_only=True)
 class StaticParams(BaseParams):
-    """A fixed number of workers: in all, or on each of so many nodes."""
+    """A fixed number of workers: in all, or on each of several nodes."""
 
     num_workers: int | None = None
     num_hosts: int | None = None

@@ -19,15 +19,11 @@ from horovod.runner.api import put
 
 _logger = get_logger(__name__)
 
-COUNTER = "logged"  # in the job's store: how many messages there are
+COUNTER = "logged"  # in the job's store: the number of messages; "logged/1" is the first
 _CONNECT_SECONDS = 30.0
 
 _queue: Any = None
 _warned = False
-
-
-def message_name(number: int) -> str:
-    return f"{COUNTER}/{number}"
 
 
 class StoreQueue:
@@ -39,11 +35,12 @@ class StoreQueue:
     def put(self, item: Any) -> None:
         if self._store is None:
             self._store = launchers_store(os.environ).connect(_CONNECT_SECONDS)
-        put(self._store, message_name(self._store.add(COUNTER, 1)), cloudpickle.dumps(item))
+        number = self._store.add(COUNTER, 1)
+        put(self._store, f"{COUNTER}/{number}", cloudpickle.dumps(item))
 
 
 def configure(queue: Any) -> None:
-    """From now on `log` puts messages there; None: nobody is interested."""
+    """Have `log` put messages into `queue`; None drops them."""
     global _queue
     _queue = queue
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from horovod.ray.adapter import Adapter, BaseParams, Call, Callback
+from horovod.ray.adapter import Adapter, BaseParams, Callback, as_call
 from horovod.ray.client import RemoteAdapter
 from horovod.ray.cluster import require_ray, restore_sigterm, through_client
 from horovod.ray.coordinator import Coordinator
@@ -129,11 +129,14 @@ class RayExecutor:
         self.settings = self.create_settings() if settings is None else settings
         self.adapter: Adapter | None = None
         self.params: StaticParams | ElasticParams
+        needs: dict[str, Any] = {
+            "cpus_per_worker": cpus_per_worker,
+            "use_gpu": use_gpu,
+            "gpus_per_worker": gpus_per_worker,
+        }
         if min_workers is not None:
             self.params = ElasticParams(
-                cpus_per_worker=cpus_per_worker,
-                use_gpu=use_gpu,
-                gpus_per_worker=gpus_per_worker,
+                **needs,
                 min_workers=min_workers,
                 max_workers=max_workers,
                 reset_limit=reset_limit,
@@ -143,9 +146,7 @@ class RayExecutor:
             )
         else:
             self.params = StaticParams(
-                cpus_per_worker=cpus_per_worker,
-                use_gpu=use_gpu,
-                gpus_per_worker=gpus_per_worker,
+                **needs,
                 num_workers=num_workers,
                 num_hosts=num_hosts,
                 num_workers_per_host=num_workers_per_host,
@@ -216,7 +217,7 @@ class RayExecutor:
             RuntimeError: `start` was not called.
             RemoteError: A worker died.
         """
-        return self._running().execute(Call(fn, args, kwargs), callbacks)
+        return self._running().execute(as_call(fn, args, kwargs), callbacks)
 
     def run_remote(
         self,
@@ -234,7 +235,7 @@ class RayExecutor:
         Returns:
             A list with one ObjectRef for each rank.
         """
-        return self._running().execute_remote(Call(fn, args, kwargs))
+        return self._running().execute_remote(as_call(fn, args, kwargs))
 
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None

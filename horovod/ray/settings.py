@@ -1,4 +1,4 @@
-"""What a job on Ray may be told besides its size: `RayExecutor.create_settings` makes it."""
+"""Settings of a job on Ray besides its size: `RayExecutor.create_settings` makes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from horovod.common.wire import new_key
 
 @dataclass
 class MiniSettings:
-    """Settings of a job. The key is what its ranks know each other by; it is never shown.
+    """Settings of a job. Its ranks authenticate each other with the key, which is never shown.
 
     `timeout_s` is how long the ranks may take to find each other once they run,
     `placement_group_timeout_s` how long Ray may take to find room for them. `nics` are the
@@ -35,7 +35,7 @@ class MiniSettings:
 
 @dataclass
 class ElasticRaySettings(MiniSettings):
-    """Settings that `ElasticRayExecutor.create_settings` makes: with the limits of the job."""
+    """Settings with the limits of an elastic job, made by `ElasticRayExecutor.create_settings`."""
 
     elastic: bool = True
     min_num_proc: int = 1
@@ -47,10 +47,10 @@ class ElasticRaySettings(MiniSettings):
 
 
 def nics_of(settings: Any) -> list[str]:
-    """The interfaces that the settings name, in a stable order."""
+    """Return the interfaces that the settings name, in a stable order."""
     return sorted(settings.nics or ())
 
 
 def key_of(settings: Any) -> bytes:
-    """The settings' key, or a new one where they have none."""
+    """Return the settings' key, or a new one if they have none."""
     return getattr(settings, "key", None) or new_key()

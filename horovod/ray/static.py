@@ -34,7 +34,7 @@ class StaticAdapter(Adapter):
     def __init__(self, settings: Any, params: StaticParams) -> None:
         self.settings = settings
         self.params = params
-        self.workers: list[Any] = []  # by rank
+        self.workers: list[Any] = []  # in the order of ranks
         self._infos: list[WorkerInfo] = []
         self.strategy: BaseStrategy | None = None
         self._coordinator: Coordinator | None = None
@@ -62,12 +62,12 @@ class StaticAdapter(Adapter):
         self.workers = [workers[i] for i in order]
         self._infos = infos = [infos[i] for i in order]
         coordinator = self._coordinator = Coordinator(self.settings)
-        places = coordinator.join(infos, extra)
+        variables = coordinator.join(infos, extra)
         self._messages = Messages(coordinator.endpoints.store)
         request = coordinator.request()
         refs = []
         for rank, worker in enumerate(self.workers):
-            refs.append(worker.join.remote({**self._gpus(rank), **places[rank]}, request))
+            refs.append(worker.join.remote({**self._gpus(rank), **variables[rank]}, request))
             worker.set_queue.remote(StoreQueue())
         for rank, problem in enumerate(self._collect(refs)):
             if problem:
@@ -104,7 +104,7 @@ class StaticAdapter(Adapter):
         return infos
 
     def _gpus(self, rank: int) -> dict[str, str]:
-        """All GPUs that the job has on the node, so that the local rank is the index of its own."""
+        """Show a rank all GPUs of the job on its node: its local rank is the index of its own."""
         if not self.params.use_gpu:
             return {}
         mine = self._infos[rank].node_id
@@ -149,7 +149,7 @@ class StaticAdapter(Adapter):
     # -- results and failures --------------------------------------------------------------
 
     def _collect(self, refs: Sequence[Any]) -> list[Any]:
-        """What each call returned. As soon as one has failed the others have to end."""
+        """Wait for the calls and return their results; once one has failed, end the others."""
         values: dict[int, Any] = {}
         failures: dict[int, Exception] = {}
         waiting = {ref: rank for rank, ref in enumerate(refs)}
@@ -198,7 +198,7 @@ class StaticAdapter(Adapter):
 
 
 def _guilt(error: Exception) -> int:
-    """A dead rank has not failed because of the others; one that has lost a peer has."""
+    """Rate an error, 0 for the likeliest cause: one about a lost peer follows from another."""
     if isinstance(error, RayActorError):
         return 0
     return 2 if isinstance(getattr(error, "cause", None), HorovodInternalError) else 1

@@ -50,7 +50,7 @@ class BaseStrategy(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """What is asked for, for people."""
+        """Say in a few words which workers are asked for, for messages."""
 
     @property
     def wait_seconds(self) -> float:
@@ -101,7 +101,7 @@ class BaseStrategy(ABC):
             raise
 
     def _start(self, bundles: Sequence[int]) -> list[Any]:
-        """One worker in each of these bundles; -1 leaves the choice to Ray."""
+        """Start one worker in each of these bundles; -1 leaves the choice to Ray."""
         for rank, bundle in enumerate(bundles):
             worker = ray.remote(BaseHorovodWorker).options(
                 num_cpus=self._needs.cpus_per_worker,
@@ -115,7 +115,7 @@ class BaseStrategy(ABC):
 
 
 class ColocatedStrategy(BaseStrategy):
-    """The same number of workers on each of so many different nodes."""
+    """The same number of workers on each of several nodes."""
 
     def __init__(
         self,

@@ -70,7 +70,7 @@ class HorovodConfig(BackendConfig):
 
 @contextmanager
 def _stopping_the_engine() -> Iterator[None]:
-    """A loop that ends, well or not, leaves the job: no other worker waits for it."""
+    """Stop the engine when the training loop ends, so that no other worker waits for this one."""
     try:
         yield
     finally:
@@ -78,7 +78,7 @@ def _stopping_the_engine() -> Iterator[None]:
 
 
 class HorovodBackend(Backend):
-    """Gives every worker of a group its place; runs in Ray Train's controller."""
+    """Gives every worker of a group its rank; runs in Ray Train's controller."""
 
     share_cuda_visible_devices = True
 
@@ -91,11 +91,11 @@ class HorovodBackend(Backend):
             backend_config.key = new_key()
         coordinator = self._coordinator = Coordinator(backend_config)
         infos = worker_group.execute(describe_worker)
-        places = coordinator.join(infos, backend_config.env_vars)
+        variables = coordinator.join(infos, backend_config.env_vars)
         request = coordinator.request()
         joined = [
-            worker_group.execute_single_async(rank, join, place, request)
-            for rank, place in enumerate(places)
+            worker_group.execute_single_async(rank, join, own, request)
+            for rank, own in enumerate(variables)
         ]
         for rank, problem in enumerate(ray.get(joined)):
             if problem:

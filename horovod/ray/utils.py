@@ -1,4 +1,4 @@
-"""Names that programs import from ``horovod.ray.utils``."""
+"""Functions about network interfaces that programs for Horovod 0.28.1 import from here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def detect_nics(
 
 
 def nics_to_env_var(nics: Sequence[str]) -> dict[str, str]:
-    """The variables that keep a worker's traffic on these interfaces."""
+    """Return the variables that keep a worker's traffic on these interfaces."""
     from horovod.runner.api import interface_variables
 
     return interface_variables(list(nics))

@@ -37,7 +37,7 @@ _COMPARED = ("torch",)  # packages that must be the same on all ranks, besides o
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker says about itself."""
+    """Facts about a worker that the driver needs, from the worker itself."""
 
     node_id: str
     hostname: str
@@ -52,7 +52,7 @@ class WorkerInfo:
 class WorkerEnd:
     """How an elastic worker's function ended."""
 
-    code: int  # as a process's exit code
+    code: int  # a process would have it as its exit code
     finished: bool = False  # the function returned; else it failed, or the worker had to leave
     rank: int | None = None
     value: Any = None
@@ -154,7 +154,7 @@ class BaseHorovodWorker:
         return describe_worker()
 
     def join(self, env_vars: Mapping[str, str], request: Mapping[str, Any]) -> str:
-        """Take a place in the job. Adapters call it.
+        """Join the job. Adapters call it.
 
         Args:
             env_vars: Environment variables of this rank.
@@ -171,10 +171,10 @@ class ElasticWorker(BaseHorovodWorker):
     """A worker of an elastic job: the driver decides about its rank."""
 
     def __init__(self) -> None:
-        """It has no rank yet."""
+        """Leave the environment as it is: the worker has no rank yet."""
 
     def share_gpus(self, index: int, count: int) -> None:
-        """See all of the node's GPUs, with our own at the index that is our local rank."""
+        """Make all GPUs of the node visible, with our own at the index that is our local rank."""
         mine = self.get_gpu_ids()
         others = [str(gpu) for gpu in range(count) if str(gpu) not in mine]
         before = others[: index * len(mine)]
@@ -184,7 +184,7 @@ class ElasticWorker(BaseHorovodWorker):
     def work(
         self, func: Callable[[Any], Any], executable: tuple[Any, Any, Any] = (None, None, None)
     ) -> WorkerEnd:
-        """Call the function of an elastic job; nothing is raised but what kills the actor."""
+        """Call the function of an elastic job, and return how it ended instead of raising."""
         end = self._work(func, executable)
         stop_engine()
         retire()
@@ -196,7 +196,7 @@ class ElasticWorker(BaseHorovodWorker):
             value = func(self.executable)
         except SystemExit as error:
             if error.code in (0, None):
-                return WorkerEnd(0)  # it left, or has no place any more
+                return WorkerEnd(0)  # it left, or the job has no rank for it any more
             return _failed(f"the function called sys.exit({error.code!r})", error)
         except BaseException as error:
             return _failed(f"the function raised {type(error).__qualname__}: {error}", error)
@@ -212,7 +212,7 @@ def gpu_ids() -> list[str]:
 
 
 def describe_worker() -> WorkerInfo:
-    """This process, which Ray has started."""
+    """Describe this process, which Ray has started."""
     address = ray.util.get_node_ip_address()
     return WorkerInfo(
         node_id=node_id(),
@@ -226,7 +226,7 @@ def describe_worker() -> WorkerInfo:
 
 
 def own_versions() -> dict[str, str]:
-    """Versions that have to be the same everywhere; what is not installed is left out."""
+    """Return the versions that must be the same everywhere, of packages that are installed."""
     found = {"horovod": horovod.__version__, "Python": platform.python_version()}
     for package in _COMPARED:
         try:

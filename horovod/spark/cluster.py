@@ -27,7 +27,7 @@ _ANY = ("0.0.0.0", "::")
 
 
 def active_context() -> Any:
-    """The SparkContext of this process; `RuntimeError` where there is none."""
+    """Return the SparkContext of this process; `RuntimeError` if there is none."""
     try:
         from pyspark import SparkContext
         from pyspark.sql.utils import is_remote
@@ -52,7 +52,7 @@ def active_context() -> Any:
 
 
 def checked_profile(profile: Any) -> Any:
-    """The profile; ValueError if it is not one of Spark's."""
+    """Return the profile; `ValueError` if it is not one of Spark's."""
     from pyspark.resource import ResourceProfile
 
     if profile is not None and not isinstance(profile, ResourceProfile):
@@ -64,7 +64,7 @@ def checked_profile(profile: Any) -> Any:
 
 
 def _ask_java(question: Callable[[], Answer]) -> Answer | None:
-    """The answer of Spark's Java side, or None: nothing that only informs may end a job."""
+    """Ask Spark's Java side; return None if it fails, since a job can do without the answer."""
     try:
         return question()
     except Exception as error:
@@ -104,7 +104,7 @@ class Cluster:
 
     @property
     def slots(self) -> int | None:
-        """How many tasks the executors that are here now can run at once; None if Spark hides it.
+        """How many tasks the present executors can run at once; None if Spark does not tell.
 
         PySpark has no public function for it. What it calls inside Java looks at classes that not
         every installation of Spark has complete.
@@ -122,11 +122,11 @@ class Cluster:
 
     @property
     def allows_barrier(self) -> bool:
-        """Spark refuses barrier stages while executors come and go by themselves."""
-        return not self._flag("spark.dynamicAllocation.enabled")
+        """Whether barrier stages can run, which Spark refuses while executors come and go."""
+        return str(self._conf.get("spark.dynamicAllocation.enabled", "false")).lower() != "true"
 
     def describe_offer(self) -> str:
-        """``2 slots in 2 executors (worker-1, worker-2)``, for people."""
+        """Say what the cluster has, such as ``2 slots in 2 executors (worker-1, worker-2)``."""
         slots = self.slots
         if slots is None:
             text = "an unknown number of slots"
@@ -149,7 +149,7 @@ class Cluster:
         return f"{text}{each}"
 
     def executor_hosts(self) -> list[str] | None:
-        """The hosts of the executors that are here now; None if Spark hides them."""
+        """Return the hosts of the present executors; None if Spark does not tell."""
 
         def ask() -> list[str]:
             infos = self.context._jsc.sc().statusTracker().getExecutorInfos()
@@ -161,11 +161,8 @@ class Cluster:
             hosts.remove(driver)  # Spark counts the driver among them
         return hosts
 
-    def _flag(self, name: str) -> bool:
-        return str(self._conf.get(name, "false")).lower() == "true"
-
     def driver_addresses(self, nics: Sequence[str] = ()) -> tuple[str, str]:
-        """Where to listen for tasks, and under which address executors reach that."""
+        """Return the address to listen at for tasks, and the one under which executors reach it."""
         if nics:
             for nic in nics:
                 address = interface_address(nic)

@@ -1,4 +1,4 @@
-"""Settings of Spark that decide what becomes of failing tasks, executors and nodes.
+"""Settings of Spark that decide whether failed tasks, executors and nodes are used again.
 
 For ``run_elastic``, whose failing workers make their Spark tasks fail: give some of these pairs to
 the session that is created::

@@ -7,11 +7,9 @@ which there was no room once executors come.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from horovod.common.config import Config
-from horovod.common.exceptions import TimeoutException
 from horovod.runner.api import (
     AgentSet,
     Driver,
@@ -26,54 +24,24 @@ from horovod.runner.api import (
     collect_results,
     raise_failures,
 )
-from horovod.spark.gathering import check_slots, check_versions, spark_error, too_few
+from horovod.spark.gathering import check_slots, check_versions, gather, spark_error
 from horovod.spark.job_setup import JobSetup
 from horovod.spark.spark_job import SparkJob
 from horovod.spark.task_link import TaskLink, TaskServer
 
 
 def run_elastic_tasks(setup: JobSetup, limits: Limits) -> list[Any]:
-    """What the first ``min_np`` ranks returned; raises what went wrong."""
+    """Return what the first ``min_np`` ranks returned, or raise what went wrong."""
     assert limits.max_np is not None
     check_slots(setup.cluster, limits.num_proc)
-    server = TaskServer(setup.listen, setup.ticket.key)
-    job: SparkJob | None = None
-    try:
-        job = SparkJob(
-            setup.cluster,
-            setup.ticket_for(server),
-            limits.max_np,
-            barrier=False,
-            ended=server.wake,
-        )
-        _wait_for_the_first(setup, server, job, limits.num_proc)
-        raise_failures(setup.store, _drive(setup, server, job, limits))
+    with setup.open_tasks(limits.max_np, barrier=False) as (server, spark_job):
+        gather(server, spark_job, setup.cluster, limits.num_proc, setup.ticket.start_timeout)
+        check_versions([link.info for link in server.living()], setup.ticket.version)
+        raise_failures(setup.store, _drive(setup, server, spark_job, limits))
         results = collect_results(setup.store, limits.min_np)
-    except BaseException:
-        if job is not None:
-            job.cancel()
-        raise
-    else:
         if len(server.partitions()) < limits.max_np:
-            job.cancel()  # tasks that still wait for room have nothing to do any more
-    finally:
-        server.close()
-    job.wait()
+            spark_job.cancel()  # tasks that still wait for room have nothing to do any more
     return results
-
-
-def _wait_for_the_first(setup: JobSetup, server: TaskServer, job: SparkJob, count: int) -> None:
-    timeout = setup.ticket.start_timeout
-    deadline = time.monotonic() + timeout
-    while len(server.newest()) < count:
-        if not job.is_running:
-            raise spark_error(job)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            found = len(server.newest())
-            raise TimeoutException(too_few(setup.cluster, count, found, timeout))
-        server.wait(min(left, 1.0))
-    check_versions([link.info for link in server.living()], setup.ticket.version)
 
 
 def _drive(setup: JobSetup, server: TaskServer, spark_job: SparkJob, limits: Limits) -> Outcome:
@@ -138,7 +106,7 @@ def limits_from(
     reset_limit: int | None,
     elastic_timeout: float | None,
 ) -> Limits:
-    """`ValueError` where they contradict each other."""
+    """Make the limits of the job; `ValueError` if they contradict each other."""
     least = num_proc if min_num_proc is None else min_num_proc
     most = num_proc if max_num_proc is None else max_num_proc
     if not 1 <= least <= num_proc <= most:

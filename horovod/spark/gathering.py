@@ -1,7 +1,7 @@
 """Waiting for the tasks of a job, checking what they have installed, and giving them ranks.
 
 `runner` calls `gather` once Spark has been asked for tasks. The rest is pure: from what the tasks
-said about themselves to errors and places.
+said about themselves to errors and ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from horovod.spark.cluster import Cluster
 from horovod.spark.spark_job import SparkJob
 from horovod.spark.task_link import TaskInfo, TaskLink, TaskServer
 
-_GLANCE = 1.0  # seconds between looks at whether tasks that have connected still live
+_LOOK_SECONDS = 1.0  # between looks at whether tasks that have connected still live
 
 
 def check_slots(cluster: Cluster, count: int) -> None:
-    """`TimeoutException` at once where waiting cannot help."""
+    """Raise `TimeoutException` at once if the cluster can never run `count` tasks together."""
     slots = cluster.slots
     if cluster.is_fixed and slots is not None and slots < count:
         raise TimeoutException(
@@ -36,7 +36,7 @@ def check_slots(cluster: Cluster, count: int) -> None:
 def gather(
     server: TaskServer, job: SparkJob, cluster: Cluster, count: int, timeout: float
 ) -> list[TaskLink]:
-    """The tasks by partition, once all have connected."""
+    """Wait until all tasks have connected; return their links in the order of partitions."""
     deadline = time.monotonic() + timeout
     while True:
         found = server.newest()
@@ -47,10 +47,11 @@ def gather(
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutException(too_few(cluster, count, len(found), timeout))
-        server.wait(min(left, _GLANCE))
+        server.wait(min(left, _LOOK_SECONDS))
 
 
 def too_few(cluster: Cluster, count: int, found: int, timeout: float) -> str:
+    """Say how many tasks are missing, and what to do about it."""
     return (
         f"timed out waiting for Spark tasks to start: {count} are needed at once, and {found} "
         f"{'has' if found == 1 else 'have'} started within {timeout:g} s (start_timeout). The "
@@ -61,7 +62,7 @@ def too_few(cluster: Cluster, count: int, found: int, timeout: float) -> str:
 
 
 def spark_error(job: SparkJob) -> RuntimeError:
-    """Why Spark ended the job before it should."""
+    """Make the error that says why Spark ended a job too early."""
     why = job.why() or "Spark ended the job without a word"
     hint = ""
     missing = re.search(r"No module named '([\w.]+)'", why)
@@ -80,7 +81,7 @@ def spark_error(job: SparkJob) -> RuntimeError:
 
 
 def check_versions(infos: Sequence[TaskInfo], driver: str) -> None:
-    """`RuntimeError` naming the executor that lacks something or has another version of it."""
+    """Raise `RuntimeError` if an executor lacks a package or has another version of it."""
     own_torch = installed_torch()
     reference = own_torch, "the driver"
     for info in infos:
@@ -116,28 +117,25 @@ def installed_torch() -> str | None:
 
 
 def _release(version: str) -> str:
-    """Without what names the build: CPU and GPU builds of a release get along."""
+    """Cut off what names the build: CPU and GPU builds of a release get along."""
     return version.partition("+")[0]
 
 
 @dataclass(frozen=True)
 class TaskAssignment:
-    """Where a rank runs."""
+    """A rank and the task that it runs in."""
 
     link: TaskLink
     slot: Slot
 
     @property
     def name(self) -> str:
-        return agent_name(self.link.info)
-
-
-def agent_name(info: TaskInfo) -> str:
-    return f"{info.hostname} (Spark task {info.partition})"
+        info = self.link.info
+        return f"{info.hostname} (Spark task {info.partition})"
 
 
 def assign_ranks(links: Sequence[TaskLink]) -> list[TaskAssignment]:
-    """Ranks for tasks: neighbours on a host, and the host of the first partition comes first."""
+    """Give tasks ranks: those of a host are neighbours, the first partition's host is first."""
     by_host: dict[str, list[TaskLink]] = {}
     for link in sorted(links, key=lambda each: each.info.partition):
         by_host.setdefault(link.info.host, []).append(link)

@@ -116,7 +116,7 @@ def log_to_driver(message: str) -> None:
 
 
 class _MarkedLines:
-    """Passes on what ranks send to the driver, and what the launcher says; nothing else."""
+    """A stream that passes on messages of ranks to the driver, and the launcher's; nothing else."""
 
     def __init__(self, target: TextIO, word: str) -> None:
         self._target = target

@@ -1,10 +1,11 @@
-"""What both kinds of job on Spark begin with, made from the arguments of `runner`."""
+"""What jobs of fixed ranks and elastic jobs on Spark share, made from the arguments of `runner`."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from horovod.runner.api import (
     search_path,
 )
 from horovod.spark.cluster import Cluster
+from horovod.spark.spark_job import SparkJob
 from horovod.spark.task_link import TaskServer
 from horovod.spark.ticket import Ticket
 
@@ -43,11 +45,11 @@ class JobSetup:
 
     @property
     def command(self) -> list[str]:
-        """Of a worker; without an `executable` the Python of its executor runs it."""
+        """The command of a worker; without an `executable`, its executor's Python runs it."""
         return [self.ticket.executable or "", "-m", "horovod.runner.functions.run_task"]
 
     def open_watcher(self, elastic: bool = False) -> JobWatcher:
-        """Who watches the job, as the driver's environment says."""
+        """Open what watches the job, such as its live page, as the driver's environment says."""
         return open_watcher(
             Config.from_env(),
             os.environ,
@@ -61,8 +63,24 @@ class JobSetup:
         """Return the controller of the job, in whose store the call is."""
         return JobController(self.console, store=self.store, key=self.ticket.key, watcher=watcher)
 
-    def ticket_for(self, server: TaskServer) -> Ticket:
-        return dataclasses.replace(self.ticket, port=server.port)
+    @contextmanager
+    def open_tasks(self, count: int, *, barrier: bool) -> Iterator[tuple[TaskServer, SparkJob]]:
+        """Ask Spark for tasks, and give the server to which they connect and their Spark job.
+
+        At the end of the block the tasks end; if it fails, they are cancelled.
+        """
+        server = TaskServer(self.listen, self.ticket.key)
+        try:
+            ticket = dataclasses.replace(self.ticket, port=server.port)
+            job = SparkJob(self.cluster, ticket, count, barrier=barrier, ended=server.wake)
+            try:
+                yield server, job
+            except BaseException:
+                job.cancel()
+                raise
+        finally:
+            server.close()
+        job.wait()
 
 
 def make_setup(
@@ -76,7 +94,7 @@ def make_setup(
     executable: str | None,
     verbose: int,
 ) -> JobSetup:
-    """`ValueError` for an argument that is wrong."""
+    """Make the setup of a job; `ValueError` for an argument that is wrong."""
     if start_timeout is None:
         start_timeout = Config.from_env().spark_start_timeout
     if start_timeout <= 0:
@@ -90,7 +108,7 @@ def make_setup(
         address=address,
         port=0,
         key=new_key(),
-        env=_checked(env),
+        env=_checked_environment(env),
         search_path=search_path(),
         executable=executable,
         version=horovod.__version__,
@@ -103,7 +121,7 @@ def make_setup(
 def pack_call(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> bytes:
-    """The function and its arguments for the workers; `ValueError` where they cannot travel."""
+    """Pickle the function and its arguments for the workers; `ValueError` if that fails."""
     if not callable(fn):
         raise ValueError(f"horovod.spark.run needs a function to call, not {fn!r}")
     try:
@@ -115,7 +133,7 @@ def pack_call(
     return packed
 
 
-def _checked(env: Mapping[str, str] | None) -> dict[str, str]:
+def _checked_environment(env: Mapping[str, str] | None) -> dict[str, str]:
     found = dict(env or {})
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name:

@@ -31,13 +31,12 @@ class SparkJob:
         *,
         barrier: bool,
         ended: Callable[[], None],
-        name: str = "horovod.spark.run",
     ) -> None:
-        """``ended`` is called in another thread when the job is over."""
+        """Start the job; ``ended`` is called in another thread when it is over."""
         from pyspark import InheritableThread
 
         self.error: BaseException | None = None
-        self.group = f"{name}.{next(_numbers)}"
+        self.group = f"horovod.spark.run.{next(_numbers)}"
         self._context = cluster.context
         self._resource_profile = cluster.resource_profile
         self._ticket = ticket
@@ -76,22 +75,22 @@ class SparkJob:
         self.wait()
 
     def wait(self) -> None:
-        """Until Spark has finished with the job."""
+        """Wait until Spark has finished with the job."""
         self._thread.join(_CANCEL_SECONDS)
 
     def why(self) -> str:
-        """Why Spark ended the job, in as few lines as possible; empty where it did not fail."""
+        """Return why Spark ended the job, in few lines; an empty text if it did not fail."""
         return "" if self.error is None else shorten(str(self.error))
 
 
 def shorten(text: str) -> str:
-    """What happened, from a message of Spark: the last Python traceback in it, or its first lines.
+    """Return the last Python traceback in a message of Spark, or the message itself.
 
-    Without Java's stacks, which only lead through Spark itself.
+    Java's stacks are left out: they only lead through Spark itself.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     starts = [index for index, line in enumerate(lines) if _TRACEBACK in line]
     kept = lines[starts[-1] + 1 :] if starts else lines
-    found = list(itertools.takewhile(lambda line: not line.startswith(_JAVA), kept))
-    words = [line for line in found if not line.startswith(" SQLSTATE")]
+    before_java = itertools.takewhile(lambda line: not line.startswith(_JAVA), kept)
+    words = [line for line in before_java if not line.startswith(" SQLSTATE")]
     return "\n".join(([_TRACEBACK] if starts else []) + words[-_MOST_LINES:])

@@ -15,41 +15,23 @@ from horovod.runner.api import (
 )
 from horovod.spark.gathering import assign_ranks, check_slots, check_versions, gather
 from horovod.spark.job_setup import JobSetup
-from horovod.spark.spark_job import SparkJob
-from horovod.spark.task_link import TaskLink, TaskServer
+from horovod.spark.task_link import TaskLink
 
 
 def run_static(setup: JobSetup, num_proc: int) -> list[Any]:
-    """What each rank returned; raises what went wrong, with nothing left running."""
+    """Return what each rank returned, or raise what went wrong, with nothing left running."""
     cluster, ticket = setup.cluster, setup.ticket
     check_slots(cluster, num_proc)
-    server = TaskServer(setup.listen, ticket.key)
-    job: SparkJob | None = None
-    try:
-        # Barrier tasks start all at once or not at all: two jobs cannot each hold half the slots.
-        barrier = cluster.allows_barrier and (cluster.slots or 0) >= num_proc
-        job = SparkJob(
-            cluster,
-            setup.ticket_for(server),
-            num_proc,
-            barrier=barrier,
-            ended=server.wake,
-        )
-        links = gather(server, job, cluster, num_proc, ticket.start_timeout)
+    # Barrier tasks start all at once or not at all: two jobs cannot each hold half the slots.
+    barrier = cluster.allows_barrier and (cluster.slots or 0) >= num_proc
+    with setup.open_tasks(num_proc, barrier=barrier) as (server, spark_job):
+        links = gather(server, spark_job, cluster, num_proc, ticket.start_timeout)
         check_versions([link.info for link in links], ticket.version)
         outcome = _run_workers(setup, links)
-        if outcome.lost is not None and job.why():
-            outcome.account += f"\nSpark says:\n{job.why()}\n"
+        if outcome.lost is not None and spark_job.why():
+            outcome.account += f"\nSpark says:\n{spark_job.why()}\n"
         raise_failures(setup.store, outcome)
-        results = collect_results(setup.store, num_proc)
-    except BaseException:
-        if job is not None:
-            job.cancel()
-        raise
-    finally:
-        server.close()
-    job.wait()
-    return results
+        return collect_results(setup.store, num_proc)
 
 
 def _run_workers(setup: JobSetup, links: Sequence[TaskLink]) -> Outcome:

@@ -14,7 +14,7 @@ from horovod.runner.api import ChannelLink, LinkChannel, LinkServer
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """What a task said about itself."""
+    """Facts about a task, from the task itself."""
 
     partition: int
     attempt: tuple[int, int]  # Spark's, unlike any other of the application, and ours within it
@@ -49,7 +49,7 @@ class TaskLink(ChannelLink):
 
 
 class TaskServer(LinkServer[TaskLink]):
-    """Where the tasks of a job connect."""
+    """The server to which the tasks of a job connect."""
 
     owner = "horovod.spark"
 
@@ -57,7 +57,7 @@ class TaskServer(LinkServer[TaskLink]):
         return TaskLink(channel, TaskInfo.from_message(hello))
 
     def newest(self) -> dict[int, TaskLink]:
-        """The living tasks, the newest attempt of each partition."""
+        """Return the living tasks, the newest attempt of each partition."""
         found: dict[int, TaskLink] = {}
         for link in self.living():
             older = found.get(link.info.partition)
@@ -66,5 +66,5 @@ class TaskServer(LinkServer[TaskLink]):
         return found
 
     def partitions(self) -> set[int]:
-        """Those whose tasks are running."""
+        """Return the partitions whose tasks are running."""
         return {link.info.partition for link in self.links() if link.holds_host}

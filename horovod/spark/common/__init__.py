@@ -1,4 +1,4 @@
-"""What the estimators share.
+"""The parts that the estimators of all frameworks share.
 
 `estimator` takes what `params` lets users set. It writes the DataFrame as Parquet (`util`, with
 `metadata` and `cache`) and lets a `backend` train. Each rank reads through a `datamodule` and what

@@ -1,4 +1,4 @@
-"""What runs the training function of an estimator on many processes."""
+"""Backends, which run the training function of an estimator on many processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horovod.common.logging import TORCH_VERSION_SAID
 
 
 class Backend(ABC):
-    """What runs a training on many processes; subclass it to train elsewhere than on Spark."""
+    """Runs a training on many processes; subclass it to train elsewhere than on Spark."""
 
     @abstractmethod
     def run(
@@ -101,13 +101,7 @@ class SparkBackend(Backend):
     def num_processes(self) -> int:
         """Return the number of processes that `run` uses."""
         if self._num_proc is None:
-            from pyspark import SparkContext
+            from horovod.spark.cluster import Cluster, active_context
 
-            context = SparkContext._active_spark_context
-            if context is None:
-                raise RuntimeError(
-                    "there is no active Spark session: make one with "
-                    "SparkSession.builder.getOrCreate(), or give num_proc"
-                )
-            self._num_proc = context.defaultParallelism
-        return int(self._num_proc)
+            self._num_proc = Cluster(active_context()).default_parallelism
+        return self._num_proc

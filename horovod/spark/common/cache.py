@@ -1,4 +1,4 @@
-"""Which DataFrames have been written to which store already, in this process."""
+"""The DataFrames that this process has already written to a store, and facts about the data."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from horovod.spark.common.metadata import Metadata
+
 
 @dataclass(frozen=True)
-class Prepared:
-    """A dataset in a store, and what is known of it."""
+class DataFacts:
+    """Facts about the Parquet of one dataset in a store."""
 
-    index: int
+    dataset_idx: int | None
     train_rows: int
     val_rows: int
-    metadata: dict[str, dict[str, Any]]
+    metadata: Metadata
     avg_row_size: int
 
 
@@ -24,26 +26,24 @@ class TrainingDataCache:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # one DataFrame is written at a time
-        self._found: dict[Hashable, tuple[Any, Prepared]] = {}
+        self._found: dict[Hashable, tuple[Any, DataFacts]] = {}
         self._next = 0
 
-    def get(self, key: Hashable) -> Prepared | None:
+    def get(self, key: Hashable) -> DataFacts | None:
         entry = self._found.get(key)
         return None if entry is None else entry[1]
 
-    def put(self, key: Hashable, frame: Any, prepared: Prepared) -> None:
-        self._found[key] = (frame, prepared)
+    def put(self, key: Hashable, frame: Any, facts: DataFacts) -> None:
+        self._found[key] = (frame, facts)
 
     def next_index(self) -> int:
-        """A number that no other dataset of this process has."""
+        """Return a number that no other dataset of this process has."""
         self._next += 1
         return self._next - 1
 
-    def by_index(self, index: int) -> Prepared | None:
-        for _, prepared in self._found.values():
-            if prepared.index == index:
-                return prepared
-        return None
+    def by_index(self, index: int) -> DataFacts | None:
+        found = (facts for _, facts in self._found.values() if facts.dataset_idx == index)
+        return next(found, None)
 
     def clear(self) -> None:
         self._found.clear()

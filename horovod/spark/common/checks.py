@@ -1,11 +1,12 @@
 """Checks of an estimator's columns on the driver, before processes are started.
 
-`HorovodEstimator` and `util.prepare_data` call them. Every error names the column, says what is
+`HorovodEstimator` and `util.prepare_data` call them. Every error names the column, and says what is
 there and what to do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,13 +17,13 @@ NAN_LABELS = ("refuse", "drop", "keep")
 
 
 def check_nan_labels(choice: Any) -> None:
-    """ValueError if `nan_labels` is not one of its three words."""
+    """Raise ValueError if `nan_labels` is not one of its three words."""
     if choice not in NAN_LABELS:
         raise ValueError(f"nan_labels must be one of {', '.join(NAN_LABELS)}, not {choice!r}")
 
 
 def check_validation(validation: Any, df: Any = None) -> None:
-    """ValueError if `validation` is neither a fraction nor a column of the DataFrame."""
+    """Raise ValueError if `validation` is neither a fraction nor a column of the DataFrame."""
     if validation is None:
         return
     if isinstance(validation, bool) or not isinstance(validation, (int, float, str)):
@@ -41,7 +42,7 @@ def check_validation(validation: Any, df: Any = None) -> None:
 
 
 def check_columns(df: Any, columns: Sequence[str], what: str) -> None:
-    """ValueError if the DataFrame has not all of these columns."""
+    """Raise ValueError if the DataFrame lacks one of these columns."""
     missing = [name for name in columns if name not in df.columns]
     if missing:
         raise ValueError(
@@ -51,7 +52,7 @@ def check_columns(df: Any, columns: Sequence[str], what: str) -> None:
 
 
 def check_types(kinds: Mapping[str, Any]) -> None:
-    """ColumnError if a column's Spark type holds something that is not a number."""
+    """Raise ColumnError if a column's Spark type holds something that is not a number."""
     for name, kind in kinds.items():
         if not _is_numeric(kind):
             raise ColumnError(
@@ -72,7 +73,7 @@ def _is_numeric(kind: Any) -> bool:
 def check_missing_values(
     metadata: Metadata, targets: Sequence[str], nan_labels: str = "refuse"
 ) -> None:
-    """ColumnError if a column has nulls, or NaN where it is one of `targets`.
+    """Raise ColumnError if a column has nulls, or one of `targets` has NaN.
 
     Args:
         metadata: What is known of the columns.
@@ -101,7 +102,7 @@ def check_shape_compatibility(
     output_shapes: Sequence[Sequence[int]] | None = None,
     label_shapes: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """ValueError if columns cannot be given the shapes that the model, or the user, wants."""
+    """Raise ValueError if columns do not fit the shapes that the model or the user wants."""
     _check_shapes(metadata, feature_columns, input_shapes, "input", "feature column")
     _check_shapes(metadata, label_columns, label_shapes, "label shape", "label column")
     if output_shapes is not None and len(output_shapes) != len(label_columns):
@@ -116,26 +117,24 @@ def _check_shapes(
     columns: Sequence[str],
     shapes: Sequence[Sequence[int]] | None,
     what: str,
-    of: str,
+    kind: str,
 ) -> None:
     if shapes is None:
         return
     if len(shapes) != len(columns):
         raise ValueError(
             f"there are {len(shapes)} {what}(s) {list(map(tuple, shapes))}, but {len(columns)} "
-            f"{of}(s): {', '.join(columns)}"
+            f"{kind}(s): {', '.join(columns)}"
         )
     for name, shape in zip(columns, shapes, strict=True):
         known = [size for size in shape if size is not None and size > 0]
-        wanted = 1
-        for size in known:
-            wanted *= size
+        wanted = math.prod(known)
         unknown = len(shape) - len(known)
         found = int(metadata[name]["max_size"])
-        # One unknown is the batch; a row then has exactly the other elements. With more, what
-        # divides may fit.
+        # One unknown size is the batch, and a row then has exactly the other elements. With more
+        # of them a row fits if the known sizes divide it.
         if (unknown <= 1 and wanted != found) or (unknown > 1 and found % wanted):
             raise ValueError(
-                f"{of} {name!r} has {found} element(s) in a row (shape {metadata[name]['shape']}), "
-                f"which do not fit the {what} {tuple(shape)}"
+                f"{kind} {name!r} has {found} element(s) in a row (shape "
+                f"{metadata[name]['shape']}), which do not fit the {what} {tuple(shape)}"
             )

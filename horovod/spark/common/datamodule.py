@@ -1,4 +1,4 @@
-"""What gives a rank its batches: the interface, and the module that reads Parquet."""
+"""Data modules, which give a rank its batches: their interface, and the one that reads Parquet."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class DataModule(ABC):
 
     @abstractmethod
     def train_data(self) -> Any:
-        """What the training loop iterates over, once for each epoch."""
+        """Return the iterable of training batches, which is iterated over once in each epoch."""
 
     @abstractmethod
     def val_data(self) -> Any:
-        """What validation iterates over, once for each epoch."""
+        """Return the iterable of validation batches, which is iterated over once in each epoch."""
 
 
 class ParquetDataModule(DataModule):
-    """Reads Parquet; subclasses say what a framework gets of a batch.
+    """Reads Parquet; subclasses bring batches into the form that a framework takes.
 
     Training goes through the shard again and again: every epoch has exactly
     `steps_per_epoch_train` full batches on every rank. Validation takes each row of the shard
@@ -93,7 +93,7 @@ class ParquetDataModule(DataModule):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._capacity = shuffle_capacity if self.shuffle else 0
-        self._seed = seed
+        self._seed = None if seed is None else seed + self.cur_shard  # each rank has its own
         self._passes = loader_num_epochs
         self._workers = {"train": train_reader_workers, "val": val_reader_workers}
         self._edit_fields = edit_fields
@@ -116,7 +116,6 @@ class ParquetDataModule(DataModule):
         self._train = self._val = None
 
     def _reader(self, url: str, what: str) -> ParquetReader:
-        seed = None if self._seed is None else self._seed + self.cur_shard
         return ParquetReader(
             url,
             schema_fields=self.schema_fields,
@@ -124,7 +123,7 @@ class ParquetDataModule(DataModule):
             shard_count=self.shard_count,
             num_epochs=self._passes_of(what),
             shuffle_row_groups=what == "train" and self.shuffle,
-            seed=seed,
+            seed=self._seed,
             transform_fn=self.transform_fn,
             removed_fields=self._removed,
             workers_count=self._workers[what],
@@ -139,17 +138,15 @@ class ParquetDataModule(DataModule):
         return 1 if self.inmemory_cache_all else self._passes
 
     def train_batches(self) -> Iterator[Rows]:
-        """Full batches without end."""
+        """Yield full batches without end."""
         assert self._train is not None, "use the data module in a `with` block"
-        seed = None if self._seed is None else self._seed + self.cur_shard
-        size = self.train_batch_size
+        size, seed = self.train_batch_size, self._seed
         if self.inmemory_cache_all:
             rows = read_all(self._train)
             found = in_memory(rows, size, shuffle=self.shuffle, seed=seed)
         else:
             found = batches(self._train.passes(), size, capacity=self._rows_to_shuffle, seed=seed)
-        for batch in found:
-            yield self._edited(batch)
+        yield from map(self._edited, found)
 
     def _rows_to_shuffle(self, row_bytes: int) -> int:
         """Return among how many rows of this size training shuffles."""
@@ -158,7 +155,7 @@ class ParquetDataModule(DataModule):
         return min(wanted, self._train.num_rows)
 
     def val_batches(self) -> Iterator[Rows]:
-        """The batches of one validation."""
+        """Yield the batches of one validation."""
         assert self._val is not None, "there is no validation data"
         done = 0
         while done < self.steps_per_epoch_val:
@@ -172,12 +169,12 @@ class ParquetDataModule(DataModule):
                 return  # all rows of this rank have been seen; another may have one more
 
     def _most_rows(self) -> int:
-        """The rows that a rank may have: shards differ by one."""
+        """Return the most rows that a rank may have: shards differ by one."""
         assert self._val is not None
         return -(-self._val.files.num_rows // self.shard_count)
 
     def _edited(self, batch: Rows) -> Rows:
-        """The types and shapes that `transformation_edit_fields` names."""
+        """Give columns the types and shapes that `transformation_edit_fields` names."""
         for field in self._edit_fields or ():
             name, kind, shape = field[0], field[1], tuple(field[2] or ())
             if name in batch:

@@ -11,10 +11,12 @@ from pyspark.ml import Estimator, Model
 
 from horovod.spark.common import util
 from horovod.spark.common.backend import Backend, SparkBackend
+from horovod.spark.common.cache import DataFacts
 from horovod.spark.common.checks import check_nan_labels, check_types, check_validation
-from horovod.spark.common.job import ARROW_POOL, DataFacts, TrainingJob
+from horovod.spark.common.job import ARROW_POOL, TrainingJob
 from horovod.spark.common.metadata import Metadata, describe_rows
 from horovod.spark.common.params import EstimatorParams, ModelParams
+from horovod.spark.common.prediction import Predictor, transform
 from horovod.spark.common.reading.columns import Rows
 from horovod.spark.common.reading.head import head_of_frame, head_of_parquet
 from horovod.spark.common.reading.parquet_files import ParquetFiles
@@ -22,7 +24,7 @@ from horovod.spark.common.reading.row_buffer import row_count
 from horovod.spark.common.serialization import Persistent
 from horovod.spark.common.store import Store
 
-TRIAL_ROWS = 8  # that the driver looks at before it starts processes
+TRIAL_ROWS = 8  # rows that the driver tries the model with before it starts processes
 
 
 class HorovodEstimator(Persistent, EstimatorParams, Estimator):
@@ -69,7 +71,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         store = self._checked_store()
         labels = self._checked_labels()
         payload = self._pack()
-        train_rows, val_rows, metadata, _ = util.get_simple_meta_from_parquet(
+        train_rows, val_rows, metadata, row_size = util.get_simple_meta_from_parquet(
             store, labels, self.getFeatureCols(), self.getSampleWeightCol(), dataset_idx
         )
         validation = self.getValidation()
@@ -89,7 +91,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
             files = ParquetFiles(store.get_train_data_path(dataset_idx), store.storage_options)
             rows = head_of_parquet(files, list(metadata), self._trial_rows())
             self._check_rows(rows, metadata, payload)
-        facts = DataFacts(train_rows, val_rows, metadata, dataset_idx)
+        facts = DataFacts(dataset_idx, train_rows, val_rows, metadata, row_size)
         return self._fit_prepared(backend, facts, payload)
 
     def _fit(self, df: Any) -> Any:
@@ -122,8 +124,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
             seed=self.getRandomSeed(),
             nan_labels=self.getNanLabels(),
         ) as dataset_idx:
-            train_rows, val_rows, metadata, _ = util.get_dataset_properties(dataset_idx)
-            facts = DataFacts(train_rows, val_rows, metadata, dataset_idx)
+            facts = DataFacts(dataset_idx, *util.get_dataset_properties(dataset_idx))
             return self._fit_prepared(backend, facts, payload)
 
     def _fit_prepared(self, backend: Backend, facts: DataFacts, payload: bytes) -> Any:
@@ -143,12 +144,12 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         return self._model_of(results[0], job)
 
     def _find_checkpoint(self, path: str, run_id: str) -> bytes | None:
-        """The checkpoint that a run of this name has left."""
+        """Return the checkpoint that an earlier run of this name has left, if there is one."""
         store = self.getStore()
         return bytes(store.read(path)) if store.exists(path) else None
 
     def _environment(self) -> dict[str, str]:
-        """What the processes find in their environment besides what the backend gives them."""
+        """Return environment variables for the processes besides those of the backend."""
         return {}
 
     # -- checks, before anything is written or started -----------------------------------------
@@ -179,6 +180,13 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         if not labels:
             raise ValueError("label_cols is not set: name the column(s) to predict")
         return list(labels)
+
+    def _check_loss_weights(self) -> None:
+        weights, labels = self.getLossWeights(), self._checked_labels()
+        if weights is not None and len(weights) != len(labels):
+            raise ValueError(
+                f"there are {len(weights)} loss_weights for {len(labels)} label column(s)"
+            )
 
     def _check_params(self) -> None:
         if self.getModel() is None:
@@ -211,29 +219,29 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         return min(TRIAL_ROWS, int(self.getBatchSize()))
 
     def _check_rows(self, rows: Rows, metadata: Metadata, payload: bytes) -> None:
-        """ValueError if the first rows do not fit the model; no process was started yet."""
+        """Raise ValueError if the first rows do not fit the model, before a process is started."""
         if row_count(rows):
             self._check_metadata(metadata)
             self._try_rows(rows, metadata, payload)
 
     def _try_rows(self, rows: Rows, metadata: Metadata, payload: bytes) -> None:
-        """ValueError if the model or a loss fails with these rows, where that can be tried."""
+        """Raise ValueError if the model or a loss fails with these rows, if that can be tried."""
 
     @abstractmethod
     def _check_metadata(self, metadata: Metadata) -> None:
-        """ValueError if the columns do not fit the model."""
+        """Raise ValueError if the columns do not fit the model."""
 
     @abstractmethod
     def _pack(self) -> bytes:
-        """The model and what belongs to it, pickled; ValueError if it cannot be."""
+        """Pickle the model and what belongs to it; ValueError if that fails."""
 
     @abstractmethod
     def _trainer(self) -> Callable[[TrainingJob], Any]:
-        """What each process calls with the job."""
+        """Return the function that each process calls with the job."""
 
     @abstractmethod
     def _model_of(self, result: Any, job: TrainingJob) -> Any:
-        """The model, from what rank 0 returned."""
+        """Make the trained model from what rank 0 returned."""
 
     def _run_id_or_new(self) -> str:
         return self.getRunId() or f"{self.run_id_prefix}_{int(time.time())}"
@@ -260,3 +268,11 @@ class HorovodModel(Persistent, ModelParams, Model):
             The DataFrame with a column of predictions for each label.
         """
         return super().transform(df, params)
+
+    def _transform(self, df: Any) -> Any:
+        columns = self.getFeatureColumns(), self.getOutputCols()
+        return transform(df, self._predictor(), *columns, self.getMetadata())
+
+    def _predictor(self) -> Predictor:
+        """Make the predictor, which is sent to the executors."""
+        raise NotImplementedError

@@ -1,19 +1,19 @@
-"""What every rank is told about a training: the estimator's parameters and the data's facts."""
+"""The description of a training for its ranks: the estimator's parameters, facts about the data."""
 
 from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from horovod.spark.common.metadata import Metadata
-from horovod.spark.common.stores.remote_store import RemoteStore
+from horovod.spark.common.cache import DataFacts
+from horovod.spark.common.stores.store_base import RemoteStore
 
 # Arrow allocates by malloc what it reads files with. It reads this when it is loaded.
 ARROW_POOL = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 
-_LOADER_OPTIONS = (  # that only Lightning's estimator has
+_LOADER_OPTIONS = (  # parameters that only Lightning's estimator has
     "loader_num_epochs",
     "debug_data_loader",
     "train_async_data_loader_queue_size",
@@ -32,29 +32,18 @@ def use_system_memory() -> None:
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
 
 
-@dataclass(frozen=True)
-class DataFacts:
-    """Rows and columns of the Parquet to train with."""
-
-    train_rows: int
-    val_rows: int
-    metadata: Metadata
-    dataset_idx: int | None
-
-
 @dataclass
 class TrainingJob:
-    """One training; the same on all ranks."""
+    """One training, described in the same way to all ranks."""
 
     facts: DataFacts
     store: RemoteStore
     run_id: str
     feature_columns: list[str]
     label_columns: list[str]
-    params: dict[str, Any]  # of the estimator, without those that stay on the driver
+    params: dict[str, Any]  # the estimator's, without those that stay on the driver
     payload: bytes = b""  # the model and what belongs to it, pickled
-    checkpoint: bytes | None = None  # to go on from
-    extra: dict[str, Any] = field(default_factory=dict)
+    checkpoint: bytes | None = None  # the training goes on from it
 
     LEFT_OUT = ("model", "optimizer", "store", "backend", "num_proc", "loss", "loss_constructors")
 
@@ -82,7 +71,7 @@ class TrainingJob:
         return int(self["val_batch_size"] or self["batch_size"])
 
     def train_steps(self, size: int, *, whole: bool) -> int:
-        """Batches of an epoch on each rank; `whole`: leave out rows that do not fill one."""
+        """Return the batches of an epoch on each rank, full ones only with `whole`."""
         given = self["train_steps_per_epoch"]
         if given:
             return int(given)
@@ -96,24 +85,20 @@ class TrainingJob:
         return math.ceil(self.facts.val_rows / self.val_batch_size / size)
 
     def shuffle_capacity(self) -> int | None:
-        """How many rows a rank shuffles among; None for as many as fit in its buffer."""
+        """Return how many rows a rank shuffles among; None for as many as fit in its buffer."""
         given = self["shuffle_buffer_size"]
         if given is not None:
             return int(given)
         return None if self["shuffle"] else 0
 
     def _targets(self) -> list[str]:
-        """The labels and the weights of rows."""
+        """Return the columns of labels and of the weights of rows."""
         weights = self["sample_weight_col"]
         return [*self.label_columns, *([weights] if weights else [])]
 
     def data_module(self, rank: int, size: int, steps: int, default: type[Any]) -> Any:
-        """The data module of one rank."""
+        """Make the data module of one rank."""
         use_system_memory()
-        sample_weights = self["sample_weight_col"]
-        fields = [*self.feature_columns, *self.label_columns]
-        if sample_weights and sample_weights not in fields:
-            fields.append(sample_weights)
         chosen = self["data_module"] or default
         if isinstance(chosen, str):  # "package.module.Class"
             module, _, name = chosen.rpartition(".")
@@ -130,7 +115,7 @@ class TrainingJob:
             inmemory_cache_all=self["inmemory_cache_all"],
             cur_shard=rank,
             shard_count=size,
-            schema_fields=fields,
+            schema_fields=list(dict.fromkeys([*self.feature_columns, *self._targets()])),
             storage_options=self.store.storage_options,
             steps_per_epoch_train=steps,
             steps_per_epoch_val=self.val_steps(size) if self.has_validation else 0,
@@ -145,7 +130,7 @@ class TrainingJob:
             disk_cache=self["disk_cache"],
             feature_columns=self.feature_columns,
             label_columns=self.label_columns,
-            sample_weight_col=sample_weights,
+            sample_weight_col=self["sample_weight_col"],
             continuous_cols=self["continuous_cols"],
             categorical_cols=self["categorical_cols"],
             **{name: self.params[name] for name in _LOADER_OPTIONS if name in self.params},

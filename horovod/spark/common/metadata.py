@@ -1,4 +1,4 @@
-"""What is known of the columns: type and shape, from Spark's schema and from Parquet."""
+"""Types and shapes of columns, from Spark's schema and from Parquet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOCHANGE, ARRAY, CUSTOM_SPARSE = "nochange", "array", "custom_sparse_format"
 
 
 def describe(frame: Any, columns: list[str], compress_sparse: bool) -> Metadata:
-    """Type and shape of the columns of a DataFrame that was written to Parquet.
+    """Return type and shape of the columns of a DataFrame that was written to Parquet.
 
     One query over the Parquet finds nulls, NaN, and rows whose lengths differ.
     """
@@ -23,28 +23,28 @@ def describe(frame: Any, columns: list[str], compress_sparse: bool) -> Metadata:
     kinds = {field.name: field.dataType for field in frame.schema.fields}
     queries = {name: _Queries(F.col(quoted(name)), kinds[name]) for name in columns}
     wanted = []
-    for place, query in enumerate(queries.values()):
-        wanted.append(F.count_if(query.has_null).alias(f"null {place}"))
-        wanted.append(F.count_if(query.has_nan).alias(f"nan {place}"))
+    for index, query in enumerate(queries.values()):
+        wanted.append(F.count_if(query.has_null).alias(f"null {index}"))
+        wanted.append(F.count_if(query.has_nan).alias(f"nan {index}"))
         for depth, (shortest, longest) in enumerate(query.lengths):
-            wanted.append(F.min(shortest).alias(f"min {depth} {place}"))
-            wanted.append(F.max(longest).alias(f"max {depth} {place}"))
+            wanted.append(F.min(shortest).alias(f"min {depth} {index}"))
+            wanted.append(F.max(longest).alias(f"max {depth} {index}"))
     found = frame.agg(*wanted).first().asDict()
     metadata: Metadata = {}
-    for place, (name, query) in enumerate(queries.items()):
+    for index, (name, query) in enumerate(queries.items()):
         shape = []
         for depth in range(len(query.lengths)):
-            shortest, longest = found[f"min {depth} {place}"], found[f"max {depth} {place}"]
+            shortest, longest = found[f"min {depth} {index}"], found[f"max {depth} {index}"]
             check_lengths(name, shortest, longest)
             shape.append(int(longest or 0))
         metadata[name] = _entry(kinds[name].simpleString(), tuple(shape), compress_sparse)
-        metadata[name]["nulls"] = int(found[f"null {place}"])
-        metadata[name]["nans"] = int(found[f"nan {place}"])
+        metadata[name]["nulls"] = int(found[f"null {index}"])
+        metadata[name]["nans"] = int(found[f"nan {index}"])
     return metadata
 
 
 def check_lengths(name: str, shortest: int | None, longest: int | None) -> None:
-    """ColumnError if not all rows are of one length, or if they are empty."""
+    """Raise ColumnError if not all rows are of one length, or if they are empty."""
     if shortest != longest:
         raise ColumnError(
             f"column {name!r} has rows of {shortest} and of {longest} elements: all rows must have "
@@ -72,12 +72,21 @@ def _entry(kind: str, shape: tuple[int, ...], compress_sparse: bool) -> dict[str
 
 
 def quoted(name: str) -> str:
-    """A column's name as Spark's expressions have it: dots in it are not those of a struct."""
+    """Quote a column's name for Spark's expressions, which take a bare dot for a struct's field."""
     return "`" + name.replace("`", "``") + "`"
 
 
+def plain_column(name: str, kind: str) -> Any:
+    """Return a column of a DataFrame for Spark's expressions; vectors become arrays of doubles."""
+    import pyspark.sql.functions as F
+    from pyspark.ml.functions import vector_to_array
+
+    column = F.col(quoted(name))
+    return vector_to_array(column) if kind == "vector" else column
+
+
 class _Queries:
-    """What to ask Spark about the rows of one column."""
+    """Spark's expressions that find nulls, NaN and lengths in the rows of one column."""
 
     def __init__(self, column: Any, kind: Any) -> None:
         import pyspark.sql.functions as F
@@ -93,7 +102,7 @@ class _Queries:
             if is_first:
                 length = F.when(column.isNotNull(), F.size(column))
                 self.lengths.append((length, length))
-            else:  # of arrays in an array
+            else:  # arrays inside an array
                 lengths = F.transform(column, F.size)
                 self.lengths.append((F.array_min(lengths), F.array_max(lengths)))
                 column = F.flatten(column)
@@ -108,18 +117,18 @@ class _Queries:
 
 
 def nan_condition(frame: Any, columns: list[str]) -> Any:
-    """Spark's expression for rows of a DataFrame with NaN in one of the columns."""
+    """Return Spark's expression for rows of a DataFrame with NaN in one of the columns."""
     import pyspark.sql.functions as F
 
     found = F.lit(False)
     for name in columns:
         has_nan = _Queries(F.col(quoted(name)), frame.schema[name].dataType).has_nan
-        found |= F.coalesce(has_nan, F.lit(False))  # of null it is null
+        found |= F.coalesce(has_nan, F.lit(False))  # for a null it is null
     return found
 
 
 def describe_rows(rows: Rows, kinds: dict[str, str]) -> Metadata:
-    """The same of some rows, whose Spark types are `kinds`."""
+    """Describe some rows, whose Spark types are `kinds`."""
     for name, array in rows.items():
         if len(array) and not array.size:
             check_lengths(name, 0, 0)
@@ -127,14 +136,9 @@ def describe_rows(rows: Rows, kinds: dict[str, str]) -> Metadata:
 
 
 def describe_parquet(files: Any, columns: list[str]) -> Metadata:
-    """The same of Parquet that others may have written, from its schema and first rows."""
+    """Describe Parquet that others may have written, from its schema and first row."""
+    files.check_columns(columns)
     schema = files.dataset.schema
-    missing = [name for name in columns if name not in schema.names]
-    if missing:
-        raise ColumnError(
-            f"the data at {files.url} has no column {', '.join(map(repr, missing))}; "
-            f"it has {', '.join(schema.names)}"
-        )
     head = files.dataset.head(1, columns=columns)
     metadata: Metadata = {}
     for name in columns:

@@ -1,4 +1,4 @@
-"""Functions of `horovod.spark.common.util` in 0.28.1 that nothing here needs, for old programs.
+"""Functions that old programs import from `horovod.spark.common.util`; nothing here calls them.
 
 `util` has their names; docs/old_names.md lists them.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from horovod.spark.common.metadata import describe, quoted
 
-_NAMES = {  # of Spark's types: text, Python's type, numpy's type
+_NAMES = {  # Spark's type: its text, Python's type, numpy's type
     "IntegerType": ("Int", int, np.int32),
     "LongType": ("Long", int, np.int64),
     "FloatType": ("Float", float, np.float32),
@@ -21,28 +21,21 @@ _NAMES = {  # of Spark's types: text, Python's type, numpy's type
     "BinaryType": ("Binary", bytes, np.uint8),
 }
 _VECTORS = ("VectorUDT", "SparseVector", "DenseVector")
-_NUMPY = {
-    "int32": "Int",
-    "int64": "Long",
-    "float32": "Float",
-    "float64": "Double",
-    "bool": "Boolean",
-    "uint8": "Binary",
-}
+_NUMPY = {np.dtype(kind).name: text for text, _, kind in _NAMES.values() if text != "String"}
 
 
 def data_type_to_str(dtype: Any) -> str:
-    """The word for a class of Spark types, such as "Double" for `DoubleType`."""
+    """Return the word for a class of Spark types, such as "Double" for `DoubleType`."""
     return "Vector" if dtype.__name__ in _VECTORS else _known(dtype)[0]
 
 
 def spark_scalar_to_python_type(dtype: Any) -> type:
-    """Python's type of the values of a class of Spark types."""
+    """Return Python's type of the values of a class of Spark types."""
     return _known(dtype)[1]
 
 
 def data_type_to_numpy(dtype: Any) -> Any:
-    """numpy's type for a class of Spark types; vectors and arrays are doubles."""
+    """Return numpy's type for a class of Spark types; vectors and arrays are doubles."""
     return np.float64 if dtype.__name__ in (*_VECTORS, "ArrayType") else _known(dtype)[2]
 
 
@@ -53,7 +46,7 @@ def _known(dtype: Any) -> Any:
 
 
 def numpy_type_to_str(dtype: Any) -> str:
-    """The word for a type of numpy, such as "Double" for `numpy.float64`."""
+    """Return the word for a type of numpy, such as "Double" for `numpy.float64`."""
     name = np.dtype(dtype).name
     if name not in _NUMPY:
         raise ValueError(f"there is no name for the numpy type {dtype!r}")
@@ -61,7 +54,7 @@ def numpy_type_to_str(dtype: Any) -> str:
 
 
 def to_list(value: Any, length: int) -> list[Any] | None:
-    """A list of `length` values; a single one is repeated, and None stays None.
+    """Return a list of `length` values; a single one is repeated, and None stays None.
 
     Raises:
         ValueError: `value` is a list of another length.

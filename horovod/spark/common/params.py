@@ -19,13 +19,13 @@ _STRING = TypeConverters.toString
 
 
 def _strings(value: Any) -> list[str]:
-    """Names of columns; one name alone is meant as well."""
+    """Make a list of the names of columns, also of a single name."""
     return [value] if isinstance(value, str) else TypeConverters.toListString(value)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One parameter: its name, what is converted, what it is for, and what its accessors end in."""
+    """One parameter: name, default, description, converter, and the end of its accessors' names."""
 
     name: str
     default: Any
@@ -156,7 +156,7 @@ def _fresh(default: Any) -> Any:
     Spec("tensorflow_dataset_prefetch_buffer_size", 0, "batches TensorFlow reads ahead", _INT),
 )
 class EstimatorParams(DeclaredParams):
-    """What all estimators can be told."""
+    """The parameters of all estimators."""
 
     def setShufflingBufferSize(self, value: int) -> Any:
         """Set how many rows are shuffled among; 0 is no shuffling. Deprecated: `setShuffle`."""
@@ -179,14 +179,14 @@ class EstimatorParams(DeclaredParams):
     Spec("metadata", None, "types and shapes of the columns it was trained with"),
 )
 class ModelParams(DeclaredParams):
-    """What all models know."""
+    """The parameters of all models."""
 
     def setLabelColoumns(self, value: list[str]) -> Any:
-        """`setLabelColumns`, as upstream spells it."""
+        """Do what `setLabelColumns` does; Horovod 0.28.1 spells it this way."""
         return self._set(label_columns=value)
 
     def getOutputCols(self) -> list[str]:
-        """The columns that predictions go to."""
+        """Return the columns that predictions go to."""
         given = self.getOrDefault("outputCols")
         labels = self.getOrDefault("label_columns") or []
         return list(given) if given else [f"{label}__output" for label in labels]

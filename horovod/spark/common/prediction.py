@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ Predict = Callable[[Rows], "list[np.ndarray[Any, Any]]"]
 
 
 class Predictor(Protocol):
-    """A model on its way to executors, where `load` makes a function of it."""
+    """A model that is sent to executors, where `load` makes the function that predicts."""
 
     def load(self) -> Predict: ...
 
@@ -29,7 +30,7 @@ def transform(
     output_columns: Sequence[str],
     metadata: Metadata | None,
 ) -> Any:
-    """The DataFrame with the predictions of each row in new columns."""
+    """Return the DataFrame with the predictions of each row in new columns."""
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql.types import DoubleType, StructField, StructType
 
@@ -53,47 +54,40 @@ def transform(
     schema = StructType([*df.schema.fields, *added])
     run = _Prediction(predictor, df.columns, list(feature_columns), list(output_columns), sizes)
     # Spark takes a dot in the name of a column for a field of a struct here.
-    plain = df.toDF(*(f"c{place}" for place in range(len(df.columns))))
+    plain = df.toDF(*(f"c{index}" for index in range(len(df.columns))))
     return plain.mapInArrow(run, schema)
 
 
+@dataclass(frozen=True)
 class _Prediction:
-    """What an executor does to the record batches of a partition."""
+    """Adds the predictions to the record batches of a partition, on an executor."""
 
-    def __init__(
-        self,
-        predictor: Predictor,
-        columns: list[str],
-        features: list[str],
-        outputs: list[str],
-        sizes: list[int],
-    ) -> None:
-        self._predictor = predictor
-        self._columns = columns
-        self._features = features
-        self._outputs = outputs
-        self._sizes = sizes
+    predictor: Predictor
+    columns: list[str]  # of the DataFrame
+    features: list[str]
+    outputs: list[str]  # names of the new columns
+    sizes: list[int]  # values in a row of each new column
 
-    def __call__(self, found: Iterator[Any]) -> Iterator[Any]:
+    def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         import pyarrow as pa
 
         predict: Predict | None = None
-        for batch in found:
-            predict = predict or self._predictor.load()
-            arrays, names = list(batch.columns), list(self._columns)
+        for batch in batches:
+            predict = predict or self.predictor.load()
+            arrays, names = list(batch.columns), list(self.columns)
             if batch.num_rows:
-                rows = {name: to_numpy(name, arrays[names.index(name)]) for name in self._features}
+                rows = {name: to_numpy(name, arrays[names.index(name)]) for name in self.features}
                 outputs = predict(rows)
             else:
-                outputs = [np.zeros((0, size)) for size in self._sizes]
-            for name, size, output in zip(self._outputs, self._sizes, outputs, strict=True):
+                outputs = [np.zeros((0, size)) for size in self.sizes]
+            for name, size, output in zip(self.outputs, self.sizes, outputs, strict=True):
                 names.append(name)
                 arrays.append(_column(name, size, np.asarray(output), batch.num_rows))
             yield pa.RecordBatch.from_arrays(arrays, names)
 
 
 def _column(name: str, size: int, output: np.ndarray[Any, Any], rows: int) -> Any:
-    """An output as Spark wants it: doubles, or the structs that stand for dense vectors."""
+    """Return an output as Spark wants it: doubles, or the structs that stand for dense vectors."""
     import pyarrow as pa
 
     if output.size != rows * size:
@@ -119,7 +113,7 @@ def _column(name: str, size: int, output: np.ndarray[Any, Any], rows: int) -> An
 def _output_sizes(
     df: Any, predictor: Predictor, features: Sequence[str], metadata: Metadata | None
 ) -> list[int]:
-    """How many values the model gives for a row, found by asking it about a row of zeros."""
+    """Return how many values the model gives for a row, found by feeding it rows of zeros."""
     if metadata and all(name in metadata for name in features):
         # Two rows, so that a dimension of the batch cannot be mistaken for one of the output.
         rows: Rows = {name: _zeros(metadata[name]) for name in features}

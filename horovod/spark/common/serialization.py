@@ -24,7 +24,7 @@ _PICKLED = "horovod_pickled"
 
 
 def encode(name: str, value: Any) -> Any:
-    """A value as JSON has it."""
+    """Return a value in a form that JSON can hold."""
     try:
         if json.loads(json.dumps(value)) == value and not isinstance(value, dict):
             return value
@@ -39,7 +39,7 @@ def encode(name: str, value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The value that `encode` was given."""
+    """Return the value that `encode` was given."""
     if isinstance(value, dict) and _PICKLED in value:
         return cloudpickle.loads(base64.b64decode(value[_PICKLED]))
     return value
@@ -82,28 +82,21 @@ class HorovodParamsReader(MLReader):
 
 
 def _session_or_context(worker: Any) -> Any:
-    """Spark 4 hands a session to these functions, Spark 3 a context."""
+    """Return what Spark ML's functions take: a session in Spark 4, a context in Spark 3."""
     import pyspark
 
     return worker.sparkSession if int(pyspark.__version__.split(".")[0]) >= 4 else worker.sc
 
 
 class Persistent(MLReadable, MLWritable):
-    """Mixed into estimators and models: they can be saved and loaded."""
+    """Makes estimators and models, into which it is mixed, ones that can be saved and loaded."""
 
     def write(self) -> Any:
         return HorovodParamsWriter(self)
 
-    def save(self, path: str) -> None:
-        self.write().save(path)
-
     @classmethod
     def read(cls) -> Any:
         return HorovodParamsReader(cls)
-
-    @classmethod
-    def load(cls, path: str) -> Any:
-        return cls.read().load(path)
 
     def _encode(self, name: str, value: Any) -> Any:
         return encode(name, value)

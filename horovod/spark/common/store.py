@@ -26,7 +26,7 @@ def is_databricks() -> bool:
 
 
 def store_class(prefix_path: str) -> type[AbstractFilesystemStore]:
-    """The store for a path: HDFS, DBFS on Databricks, or whatever fsspec opens."""
+    """Return the class of the store for a path: HDFS, DBFS on Databricks, or fsspec for others."""
     if HDFSStore.matches(prefix_path):
         return HDFSStore
     if is_databricks() and DBFSLocalStore.matches_dbfs(prefix_path):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from horovod.common.logging import get_logger
 from horovod.spark.common import metadata as meta
-from horovod.spark.common.cache import Prepared, TrainingDataCache
+from horovod.spark.common.cache import DataFacts, TrainingDataCache
 from horovod.spark.common.checks import (
     check_columns,
     check_missing_values,
@@ -92,7 +92,7 @@ def prepare_data(
     seed: int | None = None,
     nan_labels: str = "refuse",
 ) -> Iterator[int]:
-    """The number, in the store, of the Parquet dataset that has this DataFrame's rows.
+    """Write a DataFrame to the store, if it is not there yet; give the number of the dataset.
 
     `allow_nulls` accepts nulls, NaN and texts: `transformation_fn` may make numbers of them.
     """
@@ -116,25 +116,26 @@ def prepare_data(
         nan_labels == "drop",
     )
     with _cache.lock:
-        prepared = _cache.get(key)
-        if prepared is None or not store.is_parquet_dataset(
-            store.get_train_data_path(prepared.index)
+        facts = _cache.get(key)
+        if facts is None or not store.is_parquet_dataset(
+            store.get_train_data_path(facts.dataset_idx)
         ):
             store.check_writable()
             partitions = num_processes * partitions_per_process
             rows = _without_nan(df, targets) if nan_labels == "drop" else df
-            prepared = _write(store, rows, columns, validation, compress_sparse, partitions, seed)
-            _cache.put(key, df, prepared)
+            facts = _write(store, rows, columns, validation, compress_sparse, partitions, seed)
+            _cache.put(key, df, facts)
             if verbose:
                 logger.info(
                     "wrote %d training and %d validation rows to %s",
-                    prepared.train_rows,
-                    prepared.val_rows,
-                    store.get_train_data_path(prepared.index),
+                    facts.train_rows,
+                    facts.val_rows,
+                    store.get_train_data_path(facts.dataset_idx),
                 )
     if not allow_nulls:
-        check_missing_values(prepared.metadata, targets, nan_labels)
-    yield prepared.index
+        check_missing_values(facts.metadata, targets, nan_labels)
+    assert facts.dataset_idx is not None
+    yield facts.dataset_idx
 
 
 def choose_columns(
@@ -144,14 +145,14 @@ def choose_columns(
     validation: float | str | None = None,
     sample_weight_col: str | None = None,
 ) -> list[str]:
-    """The columns to train with: features, then labels, then weights; ValueError if one lacks."""
+    """Return the columns to train with: features, labels, weights; ValueError if one is missing."""
     if not label_columns:
         raise ValueError("label_cols is not set: name the column(s) to predict")
     check_columns(df, label_columns, "label column(s)")
     if feature_columns is None:
-        feature_columns = [
-            n for n in df.columns if n not in {*label_columns, sample_weight_col, validation}
-        ]
+        feature_columns = default_feature_columns(
+            df.columns, *label_columns, sample_weight_col, validation
+        )
     check_columns(df, feature_columns, "feature column(s)")
     if sample_weight_col:
         check_columns(df, [sample_weight_col], "sample_weight_col")
@@ -161,7 +162,7 @@ def choose_columns(
 
 
 def _without_nan(df: Any, targets: list[str]) -> Any:
-    """The rows whose labels and weights are numbers; says how many others there are."""
+    """Drop rows with NaN in a label or weight, and log how many there are."""
     has_nan = meta.nan_condition(df, targets)
     dropped = df.filter(has_nan).count()
     if not dropped:
@@ -173,7 +174,7 @@ def _without_nan(df: Any, targets: list[str]) -> Any:
 
 
 def get_dataset_properties(dataset_idx: int) -> tuple[int, int, meta.Metadata, int]:
-    """Training rows, validation rows, metadata and bytes of a row, of a prepared dataset."""
+    """Return training rows, validation rows, metadata and bytes of a row of a prepared dataset."""
     found = _cache.by_index(dataset_idx)
     if found is None:
         raise ValueError(f"dataset {dataset_idx} was not prepared by this process")
@@ -188,39 +189,41 @@ def _write(
     compress_sparse: bool,
     partitions: int,
     seed: int | None,
-) -> Prepared:
+) -> DataFacts:
     index = _cache.next_index()
     train_path, val_path = store.get_train_data_path(index), store.get_val_data_path(index)
     train, val = _split(df, columns, validation, seed)
-    session = df.sparkSession
+
+    def write(frame: Any, path: str) -> tuple[meta.Metadata, ParquetFiles]:
+        _write_frame(frame, path, compress_sparse, partitions)
+        written = df.sparkSession.read.parquet(path)
+        described = meta.describe(written, columns, compress_sparse)
+        return described, ParquetFiles(path, store.storage_options)
+
     try:
-        _write_frame(train, train_path, compress_sparse, partitions)
-        metadata = meta.describe(session.read.parquet(train_path), columns, compress_sparse)
-        if val is not None:
-            _write_frame(val, val_path, compress_sparse, partitions)
-            found = meta.describe(session.read.parquet(val_path), columns, compress_sparse)
-            _join(metadata, found)
-        for name, kind in df.select(*map(quoted, columns)).dtypes:
-            metadata[name]["spark_data_type"] = kind  # vectors may be arrays in the Parquet
-        train_files = ParquetFiles(train_path, store.storage_options)
-        if not train_files.num_rows:
-            raise ValueError("the DataFrame has no rows to train with")
+        metadata, train_files = write(train, train_path)
         val_rows = 0
         if val is not None:
-            val_rows = ParquetFiles(val_path, store.storage_options).num_rows
-            if not val_rows:
-                raise ValueError(
-                    f"validation={validation!r} leaves no rows to validate with: "
-                    "give a larger fraction, or mark rows in the column"
-                )
-        prepared = Prepared(
+            val_metadata, val_files = write(val, val_path)
+            val_rows = val_files.num_rows
+            _join(metadata, val_metadata)
+        for name, kind in df.select(*map(quoted, columns)).dtypes:
+            metadata[name]["spark_data_type"] = kind  # vectors may be arrays in the Parquet
+        if not train_files.num_rows:
+            raise ValueError("the DataFrame has no rows to train with")
+        if val is not None and not val_rows:
+            raise ValueError(
+                f"validation={validation!r} leaves no rows to validate with: "
+                "give a larger fraction, or mark rows in the column"
+            )
+        facts = DataFacts(
             index, train_files.num_rows, val_rows, metadata, train_files.bytes_per_row
         )
         store.write_text(
             store.get_data_metadata_path(train_path),
-            json.dumps({"metadata": metadata, "avg_row_size": prepared.avg_row_size}),
+            json.dumps({"metadata": metadata, "avg_row_size": facts.avg_row_size}),
         )
-        return prepared
+        return facts
     except BaseException:
         _remove(store, train_path, val_path)
         raise
@@ -229,7 +232,7 @@ def _write(
 def _split(
     df: Any, columns: list[str], validation: float | str | None, seed: int | None
 ) -> tuple[Any, Any]:
-    """The rows to train and to validate with; None if there is no validation."""
+    """Return the rows to train with and those to validate with; None without validation."""
     import pyspark.sql.functions as F
 
     chosen = [quoted(name) for name in columns]
@@ -280,18 +283,9 @@ _train_val_split = train_val_split
 
 
 def _write_frame(frame: Any, path: str, compress_sparse: bool, partitions: int) -> None:
-    import pyspark.sql.functions as F
-    from pyspark.ml.functions import vector_to_array
-
     if not compress_sparse:
-        frame = frame.select(
-            *(
-                vector_to_array(F.col(quoted(name))).alias(name)
-                if kind == "vector"
-                else F.col(quoted(name))
-                for name, kind in frame.dtypes
-            )
-        )
+        columns = [meta.plain_column(name, kind).alias(name) for name, kind in frame.dtypes]
+        frame = frame.select(*columns)
     try:
         frame.repartition(partitions).write.mode("overwrite").parquet(path)
     except Exception as error:
@@ -335,35 +329,26 @@ def get_simple_meta_from_parquet(
     sample_weight_col: str | None = None,
     dataset_idx: int | None = None,
 ) -> tuple[int, int, meta.Metadata, int]:
-    """Training rows, validation rows, metadata and bytes of a row, of Parquet in the store."""
-    train_path, val_path = (
-        store.get_train_data_path(dataset_idx),
-        store.get_val_data_path(dataset_idx),
-    )
+    """Return training rows, validation rows, metadata and bytes of a row of stored Parquet."""
+    train_path = store.get_train_data_path(dataset_idx)
+    val_path = store.get_val_data_path(dataset_idx)
     if not store.is_parquet_dataset(train_path):
         raise ValueError(
             f"there is no complete Parquet data at {train_path}: write it there, or give the "
             "store's train_path"
         )
     files = ParquetFiles(train_path, store.storage_options)
-    columns = list(label_columns)
     if feature_columns is None:
-        feature_columns = [
-            n for n in files.dataset.schema.names if n not in {*label_columns, sample_weight_col}
-        ]
-    columns = list(dict.fromkeys([*feature_columns, *columns]))
-    if sample_weight_col:
-        columns.append(sample_weight_col)
+        feature_columns = default_feature_columns(
+            files.dataset.schema.names, *label_columns, sample_weight_col
+        )
+    weights = [sample_weight_col] if sample_weight_col else []
+    columns = list(dict.fromkeys([*feature_columns, *label_columns, *weights]))
     metadata = meta.describe_parquet(files, columns)
     path = store.get_data_metadata_path(train_path)
     if store.exists(path):  # Spark's types and shapes, if an estimator wrote this data
-        metadata.update(
-            {
-                name: facts
-                for name, facts in json.loads(store.read(path))["metadata"].items()
-                if name in metadata
-            }
-        )
+        written = json.loads(store.read(path))["metadata"]
+        metadata.update({name: written[name] for name in metadata if name in written})
     val_rows = 0
     if store.is_parquet_dataset(val_path):
         val_rows = ParquetFiles(val_path, store.storage_options).num_rows
@@ -372,6 +357,6 @@ def get_simple_meta_from_parquet(
     return files.num_rows, val_rows, metadata, files.bytes_per_row
 
 
-def default_feature_columns(metadata: meta.Metadata, *others: str | None) -> list[str]:
-    """All columns but these."""
-    return [name for name in metadata if name not in others]
+def default_feature_columns(columns: Iterable[str], *others: Any) -> list[str]:
+    """Return all columns but the others: labels, weights, and the one that marks validation."""
+    return [name for name in columns if name not in others]

@@ -14,7 +14,7 @@ from horovod.spark.torch.feeding import Batch
 
 
 def _passes(reader: Any) -> Iterator[Iterator[Rows]]:
-    """The passes of a reader; one that knows no passes is taken as one pass."""
+    """Return the passes of a reader; one without the method `passes` is a single pass."""
     if hasattr(reader, "passes"):
         return iter(reader.passes())
     chunks = (dict(part._asdict() if hasattr(part, "_asdict") else part) for part in reader)
@@ -74,7 +74,7 @@ class PytorchDataLoader(BaseDataLoader):
         super().__init__()
 
     def __len__(self) -> int:
-        """How many batches an epoch has; 0 if the reader does not say how many rows it has."""
+        """Return the batches of an epoch; 0 if the reader does not say how many rows it has."""
         if self.limit_step_per_epoch != -1:
             return self.limit_step_per_epoch
         rows, epochs = getattr(self.reader, "num_rows", 0), self.reader.num_epochs
@@ -110,7 +110,7 @@ class PytorchAsyncDataLoader(AsyncDataLoaderMixin, PytorchDataLoader):
 
 
 class PytorchInfiniteDataLoader(PytorchDataLoader):
-    """Goes on where the last epoch ended; the reader's `num_epochs` must be None."""
+    """Continues in each epoch where the last one ended; `num_epochs` of the reader must be None."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

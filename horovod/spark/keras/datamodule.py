@@ -53,7 +53,7 @@ class PetastormDataModule(ParquetDataModule):
         return map(self._batch, self.train_batches())
 
     def val_data(self) -> Iterator[Any]:
-        """Validations without end, of exactly `steps_per_epoch_val` batches each."""
+        """Yield validations without end, of exactly `steps_per_epoch_val` batches each."""
         while True:
             done = 0
             while done < self.steps_per_epoch_val:  # again, if this rank has a batch less
@@ -70,10 +70,10 @@ class PetastormDataModule(ParquetDataModule):
                 for array, (dtype, shape) in zip(features, self.inputs, strict=True)
             ]
         labels = []
-        for place, name in enumerate(self.label_columns):
+        for index, name in enumerate(self.label_columns):
             label = rows[name]
             label = label.astype(np.float32) if label.dtype == np.float64 else label
-            shape = self.outputs[place] if self.outputs else None
+            shape = self.outputs[index] if self.outputs else None
             if shape is not None and np.prod(label.shape[1:]) == np.prod(shape):
                 label = label.reshape(len(label), *shape)
             labels.append(label)

@@ -16,12 +16,39 @@ from horovod.spark.common.estimator import HorovodEstimator, HorovodModel
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
-from horovod.spark.common.prediction import Predict, transform
+from horovod.spark.common.prediction import Predict
 from horovod.spark.common.reading.columns import Rows
-from horovod.spark.common.serialization import decode
+from horovod.spark.common.serialization import Persistent, decode
 from horovod.spark.keras import remote, serialization
 
 PREDICTED_AT_ONCE = 1024  # rows
+
+
+class PersistentInKeras(Persistent):
+    """Saves models, optimizers, losses and metrics the way Keras does; mixed into both classes."""
+
+    def _encode(self, name: str, value: Any) -> Any:
+        if name == "model":
+            return {"horovod_keras_model": serialization.as_text(value, self.getCustomObjects())}
+        if name in ("optimizer", "loss", "metrics") and value is not None:
+            keras = keras_of(self.getModel())
+            packed = {"keras": keras.__name__, "part": serialization.pack_part(keras, value)}
+            return {"horovod_keras_part": super()._encode(name, packed)}
+        return super()._encode(name, value)
+
+    def _decode_all(self, values: dict[str, Any]) -> dict[str, Any]:
+        custom = decode(values.get("custom_objects")) or {}
+        decoded: dict[str, Any] = {}
+        for name, value in values.items():
+            if isinstance(value, dict) and "horovod_keras_model" in value:
+                decoded[name] = serialization.from_text(value["horovod_keras_model"])
+            elif isinstance(value, dict) and "horovod_keras_part" in value:
+                packed = decode(value["horovod_keras_part"])
+                keras = importlib.import_module(packed["keras"])
+                decoded[name] = serialization.unpack_part(keras, packed["part"], custom)
+            else:
+                decoded[name] = decode(value)
+        return decoded
 
 
 @declare(
@@ -29,7 +56,7 @@ PREDICTED_AT_ONCE = 1024  # rows
     Spec("checkpoint_callback", None, "the ModelCheckpoint to use; its filepath is overwritten"),
     Spec("backend_env", {"LIBHDFS_OPTS": "-Xms2048m -Xmx2048m"}, "environment of the processes"),
 )
-class KerasEstimator(HorovodEstimator):
+class KerasEstimator(PersistentInKeras, HorovodEstimator):
     """Trains a Keras model on the rows of a DataFrame, on many processes.
 
     Models of Keras 3, on any of its backends, and of tf-keras can be trained. The model gets one
@@ -180,11 +207,8 @@ class KerasEstimator(HorovodEstimator):
             raise ValueError("optimizer is not set, and the model is not compiled with one")
         if self._loss() is None:
             raise ValueError("loss is not set: give a loss, or a list with one for each label")
-        labels, weights = self._checked_labels(), self.getLossWeights()
-        if isinstance(weights, (list, tuple)) and len(weights) != len(labels):
-            raise ValueError(
-                f"there are {len(weights)} loss_weights for {len(labels)} label column(s)"
-            )
+        if isinstance(self.getLossWeights(), (list, tuple)):  # Keras also takes a dict by name
+            self._check_loss_weights()
 
     def _optimizer(self) -> Any:
         given = self.getOptimizer()
@@ -246,8 +270,8 @@ class KerasEstimator(HorovodEstimator):
         model.set_weights(result["weights"])
         optimizer = serialization.unpack_part(keras, packed["optimizer"], custom)
         remote.restore(keras, optimizer, model, result["optimizer"])
-        remote._scale_rate(keras, optimizer, packed["learning_rate"], 1)
-        remote.compiled(keras, model, packed, optimizer)
+        remote.scale_rate(keras, optimizer, packed["learning_rate"], 1)
+        remote.compile_model(keras, model, packed, optimizer)
         return KerasModel(
             history=result["history"],
             model=model,
@@ -258,15 +282,9 @@ class KerasEstimator(HorovodEstimator):
             metadata=job.facts.metadata,
         )
 
-    def _encode(self, name: str, value: Any) -> Any:
-        return _encode_keras(self, name, value, super()._encode)
-
-    def _decode_all(self, values: dict[str, Any]) -> dict[str, Any]:
-        return _decode_keras(values)
-
 
 @declare(Spec("custom_objects", None, "classes and functions that the model is made of, by name"))
-class KerasModel(HorovodModel):
+class KerasModel(PersistentInKeras, HorovodModel):
     """A trained Keras model, as a transformer of Spark ML.
 
     `fit` returns it, and `load` reads a saved one. `transform` adds a column of predictions for
@@ -297,25 +315,16 @@ class KerasModel(HorovodModel):
         super().__init__()
         self._set_given(self._input_kwargs)
 
-    def _transform(self, df: Any) -> Any:
-        predictor = KerasPredictor(
+    def _predictor(self) -> Any:
+        return KerasPredictor(
             serialization.pack_model(self.getModel()),
             self.getCustomObjects(),
             self.getFeatureColumns(),
         )
-        return transform(
-            df, predictor, self.getFeatureColumns(), self.getOutputCols(), self.getMetadata()
-        )
-
-    def _encode(self, name: str, value: Any) -> Any:
-        return _encode_keras(self, name, value, super()._encode)
-
-    def _decode_all(self, values: dict[str, Any]) -> dict[str, Any]:
-        return _decode_keras(values)
 
 
 class KerasPredictor:
-    """A Keras model for executors."""
+    """A Keras model that is sent to executors, and predicts there."""
 
     def __init__(self, packed: dict[str, Any], custom_objects: Any, features: list[str]) -> None:
         self._packed = packed
@@ -324,7 +333,7 @@ class KerasPredictor:
 
     def load(self) -> Predict:
         model = serialization.unpack_model(self._packed, self._custom)
-        inputs, _, named = remote._shapes(model)
+        inputs, _, named = remote.model_shapes(model)
 
         def predict(rows: Rows) -> list[Any]:
             arrays = [
@@ -341,29 +350,3 @@ class KerasPredictor:
             return [np.concatenate(outputs) for outputs in zip(*parts, strict=True)]
 
         return predict
-
-
-def _encode_keras(owner: Any, name: str, value: Any, otherwise: Callable[[str, Any], Any]) -> Any:
-    """Models, optimizers, losses and metrics the way Keras saves them."""
-    if name == "model":
-        return {"horovod_keras_model": serialization.as_text(value, owner.getCustomObjects())}
-    if name in ("optimizer", "loss", "metrics") and value is not None:
-        keras = keras_of(owner.getModel())
-        packed = {"keras": keras.__name__, "part": serialization.pack_part(keras, value)}
-        return {"horovod_keras_part": otherwise(name, packed)}
-    return otherwise(name, value)
-
-
-def _decode_keras(values: dict[str, Any]) -> dict[str, Any]:
-    custom = decode(values.get("custom_objects")) or {}
-    decoded: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and "horovod_keras_model" in value:
-            decoded[name] = serialization.from_text(value["horovod_keras_model"])
-        elif isinstance(value, dict) and "horovod_keras_part" in value:
-            packed = decode(value["horovod_keras_part"])
-            keras = importlib.import_module(packed["keras"])
-            decoded[name] = serialization.unpack_part(keras, packed["part"], custom)
-        else:
-            decoded[name] = decode(value)
-    return decoded

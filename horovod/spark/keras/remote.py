@@ -14,7 +14,6 @@ import numpy as np
 
 from horovod._keras.flavour import backend_of, is_tf_keras
 from horovod._keras.variables import optimizer_variables
-from horovod.spark.common.devices import local_device_index
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.keras.datamodule import PetastormDataModule
 from horovod.spark.keras.serialization import (
@@ -23,25 +22,21 @@ from horovod.spark.keras.serialization import (
     unpack_model,
     unpack_part,
 )
+from horovod.spark.task import local_device_index
 
 
 def train(job: TrainingJob) -> dict[str, Any] | None:
     """Train; rank 0 returns the history, the weights and the optimizer's state."""
     packed = cloudpickle.loads(job.payload)
     keras = keras_named(packed["model"]["keras"], packed["model"]["backend"])
-    hvd = horovod_for(keras)
+    is_legacy = keras.__name__ == "tf_keras"
+    hvd = importlib.import_module("horovod.tensorflow.keras" if is_legacy else "horovod.keras")
     hvd.init()
     return _Training(job, packed, keras, hvd).run()
 
 
-def horovod_for(keras: Any) -> Any:
-    """Horovod's module for this Keras."""
-    name = "horovod.tensorflow.keras" if keras.__name__ == "tf_keras" else "horovod.keras"
-    return importlib.import_module(name)
-
-
-def compiled(keras: Any, model: Any, packed: dict[str, Any], optimizer: Any) -> Any:
-    """The model with its optimizer, losses and metrics."""
+def compile_model(keras: Any, model: Any, packed: dict[str, Any], optimizer: Any) -> None:
+    """Compile a model with its optimizer, losses and metrics."""
     custom = packed["custom_objects"] or {}
     model.compile(
         optimizer=optimizer,
@@ -49,7 +44,6 @@ def compiled(keras: Any, model: Any, packed: dict[str, Any], optimizer: Any) -> 
         loss_weights=packed["loss_weights"],
         metrics=unpack_part(keras, packed["metrics"], custom) or None,
     )
-    return model
 
 
 class _Training:
@@ -70,11 +64,11 @@ class _Training:
         optimizer = unpack_part(keras, packed["optimizer"], custom)
         if state is not None:
             restore(keras, optimizer, self.model, state)
-        _scale_rate(keras, optimizer, packed["learning_rate"], hvd.size())
+        scale_rate(keras, optimizer, packed["learning_rate"], hvd.size())
         options = {"backward_passes_per_step": job["backward_passes_per_step"]}
         if job["gradient_compression"] is not None:
             options["compression"] = job["gradient_compression"]
-        compiled(keras, self.model, packed, hvd.DistributedOptimizer(optimizer, **options))
+        compile_model(keras, self.model, packed, hvd.DistributedOptimizer(optimizer, **options))
 
     def run(self) -> dict[str, Any] | None:
         job, hvd = self.job, self.hvd
@@ -86,7 +80,7 @@ class _Training:
                 job.store.get_local_output_dir() as folder,
             ):
                 if isinstance(data, PetastormDataModule):
-                    data.fit_model(*_shapes(self.model), job["label_shapes"])
+                    data.fit_model(*model_shapes(self.model), job["label_shapes"])
                 more: dict[str, Any] = {}
                 if job.has_validation:
                     more["validation_data"] = self._fed(data.val_data())
@@ -139,7 +133,7 @@ class _Training:
         return callbacks
 
     def _fed(self, batches: Iterator[Any]) -> Any:
-        """Batches as `fit` takes them; TensorFlow compiles a pipeline for them."""
+        """Return batches in a form for `fit`; TensorFlow compiles a pipeline for them."""
         if self.backend != "tensorflow":
             return (batch for batch in batches)  # Keras wants a generator, not any iterator
         import itertools
@@ -156,8 +150,8 @@ class _Training:
         return dataset.prefetch(self.job["tensorflow_dataset_prefetch_buffer_size"] or 1)
 
 
-def _shapes(model: Any) -> tuple[list[tuple[Any, Any]], list[Any], bool]:
-    """Types and shapes of a model's inputs, shapes of its outputs, and if inputs have names."""
+def model_shapes(model: Any) -> tuple[list[tuple[Any, Any]], list[Any], bool]:
+    """Return types and shapes of the inputs, shapes of the outputs, and if inputs have names."""
     inputs = [(_dtype(each), tuple(each.shape)[1:]) for each in model.inputs]
     inputs = [(kind, tuple(-1 if s is None else s for s in shape)) for kind, shape in inputs]
     shapes = [tuple(each.shape)[1:] for each in model.outputs]
@@ -175,7 +169,7 @@ def _dtype(tensor: Any) -> Any:
 
 
 def state_of(keras: Any, optimizer: Any) -> list[Any] | None:
-    """The values of an optimizer's variables, the learning rate among them."""
+    """Return the values of an optimizer's variables, the learning rate among them."""
     if optimizer is None:
         return None
     if keras.__name__ == "tf_keras":
@@ -194,7 +188,7 @@ def restore(keras: Any, optimizer: Any, model: Any, state: list[Any] | None) -> 
             variable.assign(value)
 
 
-def _scale_rate(keras: Any, optimizer: Any, rate: float | None, factor: int) -> None:
+def scale_rate(keras: Any, optimizer: Any, rate: float | None, factor: int) -> None:
     if rate is None:  # a schedule of the optimizer's own
         return
     if keras.__name__ == "tf_keras":
@@ -204,7 +198,7 @@ def _scale_rate(keras: Any, optimizer: Any, rate: float | None, factor: int) -> 
 
 
 def learning_rate_of(keras: Any, optimizer: Any) -> float | None:
-    """The learning rate, if it is a number."""
+    """Return the learning rate; None if it is a schedule."""
     config = optimizer.get_config().get("learning_rate")
     if isinstance(config, dict):
         return None

@@ -25,14 +25,14 @@ def is_model(thing: Any) -> bool:
 
 
 def environment_of(model: Any) -> dict[str, str]:
-    """What processes need in their environment to have the same Keras."""
+    """Return the environment variables that give processes the same Keras."""
     if is_tf_keras(model):
         return {"TF_USE_LEGACY_KERAS": "1"}
     return {"KERAS_BACKEND": backend_of(model)}
 
 
 def pack_model(model: Any) -> dict[str, Any]:
-    """A model without its optimizer and losses."""
+    """Pack a model without its optimizer and losses."""
     if not model.built:
         raise ValueError(
             "the model has no weights yet: give it an Input layer, or call build(input_shape)"
@@ -56,13 +56,13 @@ def pack_model(model: Any) -> dict[str, Any]:
 
 
 def unpack_model(packed: dict[str, Any], custom_objects: dict[str, Any] | None) -> Any:
-    """The model, not compiled, in the Keras it came from."""
+    """Return the model, not compiled, of the Keras that it came from."""
     keras = keras_named(packed["keras"], packed["backend"])
     return _load(keras, packed["data"], custom_objects, compile=False)
 
 
 def keras_named(name: str, backend: str) -> Any:
-    """That Keras, on that backend."""
+    """Import a Keras by its name, on a backend."""
     if name == "keras":
         if "keras" not in sys.modules:
             os.environ["KERAS_BACKEND"] = backend
@@ -87,7 +87,7 @@ def _load(keras: Any, data: bytes, custom_objects: Any, compile: bool) -> Any:
 
 
 def model_from_bytes(data: bytes, model: Any, custom_objects: Any) -> Any:
-    """The model in a checkpoint: a whole one, or weights for the given model."""
+    """Return the model in a checkpoint: a whole one, or the given one with weights from there."""
     keras = keras_of(model)
     if data.startswith(_HDF5):
         with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +104,7 @@ def model_from_bytes(data: bytes, model: Any, custom_objects: Any) -> Any:
 
 
 def pack_part(keras: Any, part: Any) -> Any:
-    """A loss, a metric, an optimizer, or lists and dicts of them."""
+    """Pack a loss, a metric, an optimizer, or lists and dicts of them."""
     if isinstance(part, (list, tuple)):
         return [pack_part(keras, each) for each in part]
     if isinstance(part, dict):
@@ -117,7 +117,7 @@ def pack_part(keras: Any, part: Any) -> Any:
 
 
 def unpack_part(keras: Any, packed: Any, custom_objects: dict[str, Any]) -> Any:
-    """What `pack_part` was given."""
+    """Return what `pack_part` was given."""
     if isinstance(packed, list):
         return [unpack_part(keras, each, custom_objects) for each in packed]
     if not isinstance(packed, dict):
@@ -131,12 +131,12 @@ def unpack_part(keras: Any, packed: Any, custom_objects: dict[str, Any]) -> Any:
 
 
 def as_text(model: Any, custom_objects: dict[str, Any] | None = None) -> str:
-    """A model as text, for the metadata of Spark ML."""
+    """Return a model as text, for the metadata of Spark ML."""
     packed = {"model": pack_model(model), "custom_objects": custom_objects or {}}
     return base64.b64encode(cloudpickle.dumps(packed)).decode()
 
 
 def from_text(text: str) -> Any:
-    """The model that `as_text` was given."""
+    """Return the model that `as_text` was given."""
     packed = cloudpickle.loads(base64.b64decode(text))
     return unpack_model(packed["model"], packed["custom_objects"])

@@ -29,7 +29,8 @@ class PetastormDataModule(torch_datamodule.PetastormDataModule):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._debug = debug_data_loader
-        self._queue_sizes = (train_async_data_loader_queue_size, val_async_data_loader_queue_size)
+        self._train_ahead = _batches_ahead(train_async_data_loader_queue_size)
+        self._val_ahead = _batches_ahead(val_async_data_loader_queue_size)
 
     def _edited(self, batch: Rows) -> Rows:
         return {
@@ -39,20 +40,18 @@ class PetastormDataModule(torch_datamodule.PetastormDataModule):
 
     def train_dataloader(self) -> Any:
         endless = self.train_batches()
-        limited = self._passes is not None
-        size = self._queue_sizes[0]
-        return self._async(self.steps_per_epoch_train, lambda: endless, size, limited)
+        steps, ends_early = self.steps_per_epoch_train, self._passes is not None
+        return self._loader(steps, lambda: endless, self._train_ahead, self._debug, ends_early)
 
     def val_dataloader(self) -> Any:
-        return self._async(self.steps_per_epoch_val, self._equal_steps, self._queue_sizes[1])
+        steps = self.steps_per_epoch_val
+        return self._loader(steps, self._equal_steps, self._val_ahead, self._debug)
 
     def _equal_steps(self) -> Iterator[Rows]:
-        """As many batches on every rank, because modules may reduce in each step."""
+        """Yield as many batches on every rank, because modules may reduce in each step."""
         while True:
             yield from itertools.islice(self.val_batches(), self.steps_per_epoch_val)
 
-    def _async(self, steps: int, source: Any, queue_size: int | None, limited: bool = False) -> Any:
-        size = torch_datamodule.BATCHES_AHEAD if queue_size is None else queue_size
-        loader = torch_datamodule.AsyncLoader(size, self._debug, steps, source, limited)
-        self._loaders.append(loader)
-        return loader
+
+def _batches_ahead(queue_size: int | None) -> int:
+    return torch_datamodule.BATCHES_AHEAD if queue_size is None else queue_size

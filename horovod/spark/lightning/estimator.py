@@ -10,19 +10,15 @@ import cloudpickle
 import torch
 from pyspark import keyword_only
 
-from horovod.spark.common.checks import check_shape_compatibility
-from horovod.spark.common.estimator import HorovodEstimator
 from horovod.spark.common.job import TrainingJob
-from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
-from horovod.spark.common.prediction import Predict
 from horovod.spark.common.reading.columns import Rows
 from horovod.spark.lightning import remote
 from horovod.spark.lightning.legacy import to_lightning_module
-from horovod.spark.torch import TorchModel as PlainTorchModel
-from horovod.spark.torch.datamodule import as_tensor
-from horovod.spark.torch.feeding import as_input
-from horovod.spark.torch.serialization import PersistentWithOptimizer
+from horovod.spark.torch.datamodule import tensors
+from horovod.spark.torch.estimator import ModuleEstimator, TorchPredictor
+from horovod.spark.torch.estimator import TorchModel as PlainTorchModel
+from horovod.spark.torch.feeding import Feed
 
 
 @declare(
@@ -40,7 +36,7 @@ from horovod.spark.torch.serialization import PersistentWithOptimizer
     Spec("train_async_data_loader_queue_size", None, "batches read ahead; 0 is no thread"),
     Spec("val_async_data_loader_queue_size", None, "batches read ahead; 0 is no thread"),
 )
-class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
+class TorchEstimator(ModuleEstimator):
     """Trains a Lightning module on the rows of a DataFrame, on many processes.
 
     The module's steps get a dict of the columns; its `forward` gets one tensor for each of
@@ -227,24 +223,7 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
             )
         if self.getOptimizer() is None:
             raise ValueError("optimizer is not set, which a plain torch.nn.Module needs")
-        if self.getLoss() is None and self.getLossConstructors() is None:
-            raise ValueError("loss is not set, which a plain torch.nn.Module needs")
-        if self.getLoss() is not None and self.getLossConstructors() is not None:
-            raise ValueError("give loss or loss_constructors, not both")
-        weights, labels = self.getLossWeights(), self._checked_labels()
-        if weights is not None and len(weights) != len(labels):
-            raise ValueError(
-                f"there are {len(weights)} loss_weights for {len(labels)} label column(s)"
-            )
-
-    def _check_metadata(self, metadata: Metadata) -> None:
-        check_shape_compatibility(
-            metadata,
-            self._features(metadata),
-            self._checked_labels(),
-            self.getInputShapes(),
-            label_shapes=self.getLabelShapes(),
-        )
+        self._check_losses()
 
     def _module(self) -> Any:
         if self._is_module():
@@ -284,22 +263,11 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
         found = self.getStore().get_checkpoints(run_id)
         return bytes(self.getStore().read(found[-1])) if found else None
 
-    def _model_of(self, result: Any, job: TrainingJob) -> TorchModel:
+    def _model_of(self, result: Any, job: TrainingJob) -> Any:
         module = cloudpickle.loads(job.payload)["model"]
         state = torch.load(io.BytesIO(result["state"]), map_location="cpu", weights_only=True)
         module.load_state_dict(state)
-        return TorchModel(
-            history=result["history"],
-            model=module,
-            feature_columns=job.feature_columns,
-            input_shapes=self.getInputShapes(),
-            label_columns=job.label_columns,
-            optimizer=self.getOptimizer(),
-            run_id=job.run_id,
-            loss=self.getLoss(),
-            loss_constructors=self.getLossConstructors(),
-            metadata=job.facts.metadata,
-        )
+        return self._trained_model(TorchModel, job, result["history"], module, self.getOptimizer())
 
 
 def _require_lightning() -> None:
@@ -338,36 +306,13 @@ class TorchModel(PlainTorchModel):
         Returns:
             A function of the module and a dict of columns, which returns the outputs.
         """
-        features, shapes = self.getFeatureColumns(), self.getInputShapes()
+        feed = Feed(self.getFeatureColumns(), input_shapes=self.getInputShapes())
 
         def predict(module: Any, rows: Rows) -> Any:
-            as_column = getattr(module, "takes_columns", False)
-            inputs = []
-            for place, name in enumerate(features):
-                shape = shapes[place] if shapes else None
-                inputs.append(as_input(as_tensor(rows[name]), shape, False, as_column=as_column))
-            return module(*inputs)
+            as_columns = getattr(module, "takes_columns", False)
+            return module(*feed.inputs(tensors(rows), as_columns=as_columns))
 
         return predict
 
     def _predictor(self) -> Any:
-        return LightningPredictor(self.getModel(), self.get_prediction_fn())
-
-
-class LightningPredictor:
-    """A module and its prediction function, for executors."""
-
-    def __init__(self, module: Any, function: Callable[[Any, Rows], Any]) -> None:
-        self._packed = cloudpickle.dumps((module, function))
-
-    def load(self) -> Predict:
-        module, function = cloudpickle.loads(self._packed)
-        module.cpu().eval()
-
-        def predict(rows: Rows) -> list[Any]:
-            with torch.no_grad():
-                outputs = function(module, rows)
-            found = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-            return [output.cpu().numpy() for output in found]
-
-        return predict
+        return TorchPredictor(self.getModel(), self.get_prediction_fn())

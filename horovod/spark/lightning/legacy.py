@@ -1,4 +1,4 @@
-"""A plain PyTorch model with an optimizer and losses, as a Lightning module."""
+"""Makes a Lightning module of a plain PyTorch model with an optimizer and losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from horovod.lightning import flavours
 from horovod.spark.torch import losses
-from horovod.spark.torch.feeding import as_input, as_label
+from horovod.spark.torch.feeding import Feed
 
 
 def to_lightning_module(
@@ -27,14 +27,17 @@ def to_lightning_module(
     input_shapes: Any = None,
     label_shapes: Any = None,
 ) -> Any:
-    """The module; made in a function because either Lightning package may be the program's."""
+    """Make the module, of a class that derives from the Lightning package that is in use."""
     base = flavours.preferred_flavour().trainer_part("core").LightningModule
-    labels = len(label_cols)
-    functions = losses.loss_functions(
-        loss_fns, loss_constructors, labels, sample_weights_col is not None
+    feed = Feed(
+        list(feature_cols), list(label_cols), sample_weights_col, input_shapes, label_shapes
     )
-    weights = losses.to_list(loss_weights or [1.0 / labels] * labels, labels, "loss weights")
-    groups = [losses.to_list(group, labels, "metrics") for group in metrics]
+    count = len(label_cols)
+    functions = losses.loss_functions(
+        loss_fns, loss_constructors, count, sample_weights_col is not None
+    )
+    weights = losses.to_list(loss_weights or [1.0 / count] * count, count, "loss weights")
+    groups = [losses.to_list(group, count, "metrics") for group in metrics]
 
     class ConvertedModule(base):  # type: ignore[misc, valid-type]
         takes_columns = True  # numbers as batches of shape (n, 1), when it predicts as well
@@ -51,24 +54,16 @@ def to_lightning_module(
             return self._optimizer
 
         def _step(self, batch: Any, prefix: str) -> torch.Tensor:
-            inputs = [
-                as_input(batch[name], input_shapes[place] if input_shapes else None, False)
-                for place, name in enumerate(feature_cols)
-            ]
-            wanted = [
-                as_label(batch[name], label_shapes[place] if label_shapes else None)
-                for place, name in enumerate(label_cols)
-            ]
-            outputs, wanted = losses.transform_outputs(self(*inputs), wanted)
-            rows = None if sample_weights_col is None else batch[sample_weights_col].float()
-            loss = losses.total_loss(outputs, wanted, weights, functions, rows)
+            inputs, labels, sample_weights = feed.split(batch)
+            outputs, labels = losses.transform_outputs(self(*inputs), labels)
+            loss = losses.total_loss(outputs, labels, weights, functions, sample_weights)
             options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True}
             options["batch_size"] = len(inputs[0])
             self.log(f"{prefix}loss", loss, **options)
             for number, group in enumerate(groups):
-                for place, metric in enumerate(group):
-                    value = torch.as_tensor(metric(outputs[place], wanted[place]))
-                    self.log(f"{prefix}metric_{number}_{place}", value.float(), **options)
+                for index, metric in enumerate(group):
+                    value = torch.as_tensor(metric(outputs[index], labels[index]))
+                    self.log(f"{prefix}metric_{number}_{index}", value.float(), **options)
             return loss
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

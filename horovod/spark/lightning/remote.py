@@ -46,7 +46,7 @@ def train(job: TrainingJob) -> dict[str, Any] | None:
 
 
 def flavour_of(module: Any) -> Any:
-    """The Lightning package that a module is of."""
+    """Return the Lightning package whose `LightningModule` a module derives from."""
     for base in type(module).__mro__:
         for flavour in flavours.FLAVOURS:
             if base.__name__ == "LightningModule" and base.__module__.startswith(flavour.pytorch):
@@ -113,7 +113,7 @@ def _logger(job: TrainingJob, flavour: Any, folder: str) -> Any:
 
 
 def _checkpoint_file(job: TrainingJob, folder: str) -> str | None:
-    """The checkpoint to go on from, in a file of this rank."""
+    """Write the checkpoint to go on from, if there is one, to a file of this rank."""
     if job.checkpoint is None:
         return None
     path = os.path.join(folder, f"{job.store.checkpoint_filename}.ckpt")
@@ -123,7 +123,7 @@ def _checkpoint_file(job: TrainingJob, folder: str) -> str | None:
 
 
 def _callback(flavour: Any, mixin: type, base: Any = None, *arguments: Any) -> Any:
-    """A callback of ours, made for the Lightning package of the module."""
+    """Make a callback of ours for the Lightning package of the module."""
     base = base or flavour.trainer_part("callbacks").Callback
     return type(mixin.__name__, (mixin, base), {})(*arguments)
 
@@ -158,7 +158,7 @@ class _History:
 
 
 class _Finite:
-    """`terminate_on_nan`, which Lightning 2 has no option for."""
+    """Ends the training at a loss that is not finite: Lightning 2 has no `terminate_on_nan`."""
 
     def on_before_backward(self, trainer: Any, module: Any, loss: torch.Tensor) -> None:
         if not torch.isfinite(loss).all():

@@ -1,4 +1,4 @@
-"""What runs in Spark's tasks, and what functions that run there may ask."""
+"""Code that runs in Spark's tasks, and what functions that run there may ask for."""
 
 from __future__ import annotations
 
@@ -26,3 +26,9 @@ def get_available_devices() -> list[str]:
     context = TaskContext.get()
     resources = {} if context is None else context.resources()
     return list(resources["gpu"].addresses) if "gpu" in resources else []
+
+
+def local_device_index(local_rank: int) -> int:
+    """Return the index of the GPU that Spark assigned to this task, else the local rank."""
+    devices = get_available_devices()
+    return int(devices[0]) if devices else local_rank

@@ -56,7 +56,7 @@ def serve(ticket: Ticket, _rows: Iterable[Any]) -> Iterator[Any]:
 
 
 def _serve_once(ticket: Ticket, context: TaskContext, attempt: int) -> bool:
-    """Until the driver ends it; whether it is to begin again, as another host."""
+    """Be a host until the driver says the end; return whether to begin again as another host."""
     try:
         channel = connect(ticket.address, ticket.port, ticket.key, ticket.start_timeout)
     except OSError as error:
@@ -73,7 +73,7 @@ def _serve_once(ticket: Ticket, context: TaskContext, attempt: int) -> bool:
 
 
 def describe(ticket: Ticket, context: TaskContext, attempt: int) -> dict[str, Any]:
-    """What the driver needs to know about this task."""
+    """Describe this task for the driver."""
     return {
         "partition": context.partitionId(),
         "attempt": [context.taskAttemptId(), attempt],
@@ -86,12 +86,12 @@ def describe(ticket: Ticket, context: TaskContext, attempt: int) -> dict[str, An
 
 
 def _host() -> str:
-    """What the executor's environment says, or a name that differs between YARN's containers."""
+    """Return the host's name, by the environment or different for each container of YARN."""
     return os.environ.get("HOROVOD_HOSTNAME") or host_hash(os.environ.get("CONTAINER_ID"))
 
 
 def _versions(executable: str | None) -> dict[str, str | None]:
-    """What is installed for the workers' Python, without importing it."""
+    """Return the versions that the workers' Python has installed, without importing them."""
     if executable is None:
         from importlib import metadata, util
 
@@ -110,10 +110,10 @@ def _versions(executable: str | None) -> dict[str, str | None]:
 
 
 def worker_environment(ticket: Ticket) -> dict[str, str]:
-    """The executor's environment and what was asked for, for the workers of this task."""
+    """Return the workers' environment: the executor's, with what the user asked for."""
     env = {name: value for name, value in os.environ.items() if name not in _SPARKS_OWN}
-    places = dict.fromkeys([*search_path(), *ticket.search_path])
-    env["PYTHONPATH"] = os.pathsep.join(places)
+    folders = dict.fromkeys([*search_path(), *ticket.search_path])
+    env["PYTHONPATH"] = os.pathsep.join(folders)
     env[GPUS] = ",".join(get_available_devices())
     env.setdefault("HOROVOD_START_TIMEOUT", f"{ticket.start_timeout:g}")
     if "PYTHONPATH" in ticket.env:

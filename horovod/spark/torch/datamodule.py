@@ -14,16 +14,17 @@ from horovod.spark.common.datamodule import ParquetDataModule
 from horovod.spark.common.reading.columns import Rows
 from horovod.spark.torch.feeding import Batch
 
-BATCHES_AHEAD = 8  # that wait for the training loop, if they do not take more than these bytes
+BATCHES_AHEAD = 8  # batches that wait for the training loop, if they take at most these bytes
 BYTES_AHEAD = 2 * 1024 * 1024
 
 
 def tensors(rows: Rows) -> Batch:
-    """The columns as tensors; they share memory with the rows, which nobody else uses."""
+    """Return the columns as tensors, which share the memory of the rows."""
     return {name: as_tensor(array) for name, array in rows.items()}
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return a column as a tensor of a type that torch can compute with."""
     if array.dtype in (np.uint16, np.uint32, np.uint64):  # torch can hardly compute with these
         array = array.astype(np.int64)
     if not array.flags.writeable:  # a view of what pyarrow read
@@ -37,7 +38,7 @@ class _GroupLoader(BaseDataLoader):
     def __init__(
         self, ahead: int, steps: int, source: Callable[[], Iterator[Rows]], ends_early: bool
     ) -> None:
-        self._ends_early = ends_early  # which is an error: the other ranks would wait
+        self._ends_early = ends_early  # whether that is an error: other ranks would wait
         self._ahead = max(1, ahead)
         self._steps = steps
         self._source = source
@@ -100,18 +101,25 @@ class PetastormDataModule(ParquetDataModule):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._endless: Iterator[Rows] | None = None
         self._loaders: list[AsyncLoader] = []
 
     def train_data(self) -> AsyncLoader:
-        self._endless = self.train_batches()
-        return self._loader(self.steps_per_epoch_train, lambda: self._endless)
+        endless = self.train_batches()
+        return self._loader(self.steps_per_epoch_train, lambda: endless)
 
     def val_data(self) -> AsyncLoader:
         return self._loader(self.steps_per_epoch_val, self.val_batches)
 
-    def _loader(self, steps: int, source: Any) -> AsyncLoader:
-        loader = AsyncLoader(BATCHES_AHEAD, False, steps, source)
+    def _loader(
+        self,
+        steps: int,
+        source: Callable[[], Iterator[Rows]],
+        ahead: int = BATCHES_AHEAD,
+        debug: bool = False,
+        ends_early: bool = False,
+    ) -> AsyncLoader:
+        """Make a loader, which is closed with the data module."""
+        loader = AsyncLoader(ahead, debug, steps, source, ends_early)
         self._loaders.append(loader)
         return loader
 

@@ -15,13 +15,56 @@ from horovod.spark.common.estimator import HorovodEstimator, HorovodModel
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
-from horovod.spark.common.prediction import Predict, transform
+from horovod.spark.common.prediction import Predict
 from horovod.spark.common.reading.columns import Rows
 from horovod.spark.torch import remote
-from horovod.spark.torch.datamodule import as_tensor
-from horovod.spark.torch.feeding import Feed, as_input
+from horovod.spark.torch.datamodule import tensors
+from horovod.spark.torch.feeding import Feed
 from horovod.spark.torch.serialization import PersistentWithOptimizer
 from horovod.spark.torch.trial import Trial
+
+
+class ModuleEstimator(PersistentWithOptimizer, HorovodEstimator):
+    """What the estimators for PyTorch and for Lightning share."""
+
+    def _check_losses(self) -> None:
+        loss, constructors = self.getLoss(), self.getLossConstructors()
+        if loss is not None and constructors is not None:
+            raise ValueError("give loss or loss_constructors, not both")
+        if loss is None and constructors is None:
+            raise ValueError("loss is not set: give a function of outputs and labels")
+        self._check_loss_weights()
+        labels = self._checked_labels()
+        for name in ("loss", "loss_constructors"):
+            given = self.getOrDefault(name)
+            if isinstance(given, (list, tuple)) and len(given) not in (1, len(labels)):
+                raise ValueError(f"there are {len(given)} {name} for {len(labels)} label column(s)")
+
+    def _check_metadata(self, metadata: Metadata) -> None:
+        check_shape_compatibility(
+            metadata,
+            self._features(metadata),
+            self._checked_labels(),
+            self.getInputShapes(),
+            label_shapes=self.getLabelShapes(),
+        )
+
+    def _trained_model(
+        self, cls: type[TorchModel], job: TrainingJob, history: Any, model: Any, optimizer: Any
+    ) -> Any:
+        return cls(
+            history=history,
+            model=model,
+            feature_columns=job.feature_columns,
+            input_shapes=self.getInputShapes(),
+            label_columns=job.label_columns,
+            optimizer=optimizer,
+            run_id=job.run_id,
+            loss=self.getLoss(),
+            loss_constructors=self.getLossConstructors(),
+            metadata=job.facts.metadata,
+            categorical_columns=self.getCategoricalCols(),
+        )
 
 
 @declare(
@@ -29,7 +72,7 @@ from horovod.spark.torch.trial import Trial
     Spec("loss_constructors", None, "functions that make the losses; excludes loss"),
     Spec("train_minibatch_fn", None, "computes outputs and loss of a batch and makes the step"),
 )
-class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
+class TorchEstimator(ModuleEstimator):
     """Trains a PyTorch model on the rows of a DataFrame, on many processes.
 
     The model is called with one tensor for each of `feature_cols`: floats, or integers for those in
@@ -186,36 +229,11 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
                 "the optimizer has parameters that are not of the model: make it with "
                 "model.parameters()"
             )
-        loss, constructors = self.getLoss(), self.getLossConstructors()
-        if loss is not None and constructors is not None:
-            raise ValueError("give loss or loss_constructors, not both")
-        if loss is None and constructors is None:
-            raise ValueError("loss is not set: give a function of outputs and labels")
-        self._check_lengths(self._checked_labels())
+        self._check_losses()
         if self.getTrainMinibatchFn() is not None and self.getBackwardPassesPerStep() > 1:
             raise ValueError(
                 "train_minibatch_fn makes the steps itself, so backward_passes_per_step must be 1"
             )
-
-    def _check_lengths(self, labels: list[str]) -> None:
-        weights = self.getLossWeights()
-        if weights is not None and len(weights) != len(labels):
-            raise ValueError(
-                f"there are {len(weights)} loss_weights for {len(labels)} label column(s)"
-            )
-        for name in ("loss", "loss_constructors"):
-            given = self.getOrDefault(name)
-            if isinstance(given, (list, tuple)) and len(given) not in (1, len(labels)):
-                raise ValueError(f"there are {len(given)} {name} for {len(labels)} label column(s)")
-
-    def _check_metadata(self, metadata: Metadata) -> None:
-        check_shape_compatibility(
-            metadata,
-            self._features(metadata),
-            self._checked_labels(),
-            self.getInputShapes(),
-            label_shapes=self.getLabelShapes(),
-        )
 
     def _try_rows(self, rows: Rows, metadata: Metadata, payload: bytes) -> None:
         if self.getTrainMinibatchFn() is not None:
@@ -251,25 +269,13 @@ class TorchEstimator(PersistentWithOptimizer, HorovodEstimator):
     def _trainer(self) -> Callable[[TrainingJob], Any]:
         return remote.train
 
-    def _model_of(self, result: Any, job: TrainingJob) -> TorchModel:
+    def _model_of(self, result: Any, job: TrainingJob) -> Any:
         state = torch.load(io.BytesIO(result["state"]), map_location="cpu", weights_only=True)
         packed = cloudpickle.loads(job.payload)  # the user's own model stays as it was
         model, optimizer = packed["model"].cpu(), packed["optimizer"]
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        return TorchModel(
-            history=result["history"],
-            model=model,
-            feature_columns=job.feature_columns,
-            input_shapes=self.getInputShapes(),
-            label_columns=job.label_columns,
-            optimizer=optimizer,
-            run_id=job.run_id,
-            loss=self.getLoss(),
-            loss_constructors=self.getLossConstructors(),
-            metadata=job.facts.metadata,
-            categorical_columns=self.getCategoricalCols(),
-        )
+        return self._trained_model(TorchModel, job, result["history"], model, optimizer)
 
 
 @declare(
@@ -319,49 +325,32 @@ class TorchModel(PersistentWithOptimizer, HorovodModel):
         super().__init__()
         self._set_given(self._input_kwargs)
 
-    def _transform(self, df: Any) -> Any:
-        return transform(
-            df,
-            self._predictor(),
+    def _predictor(self) -> Any:
+        feed = Feed(
             self.getFeatureColumns(),
-            self.getOutputCols(),
-            self.getMetadata(),
+            input_shapes=self.getInputShapes(),
+            categorical=frozenset(self.getCategoricalColumns() or ()),
         )
 
-    def _predictor(self) -> Any:
-        return TorchPredictor(
-            self.getModel(),
-            self.getFeatureColumns(),
-            self.getInputShapes(),
-            self.getCategoricalColumns() or [],
-        )
+        def predict(model: Any, rows: Rows) -> Any:
+            return model(*feed.inputs(tensors(rows)))
+
+        return TorchPredictor(self.getModel(), predict)
 
 
 class TorchPredictor:
-    """A PyTorch model for executors."""
+    """A PyTorch model and the function of model and rows that predicts, for executors."""
 
-    def __init__(
-        self, model: Any, features: list[str], shapes: Any, categorical: list[str]
-    ) -> None:
-        self._model = cloudpickle.dumps(model)
-        self._features = features
-        self._shapes = shapes
-        self._categorical = set(categorical)
+    def __init__(self, model: Any, function: Callable[[Any, Rows], Any]) -> None:
+        self._packed = cloudpickle.dumps((model, function))
 
     def load(self) -> Predict:
-        model = cloudpickle.loads(self._model).cpu().eval()
+        model, function = cloudpickle.loads(self._packed)
+        model.cpu().eval()
 
         def predict(rows: Rows) -> list[Any]:
-            inputs = [
-                as_input(
-                    as_tensor(rows[name]),
-                    self._shapes[place] if self._shapes else None,
-                    name in self._categorical,
-                )
-                for place, name in enumerate(self._features)
-            ]
             with torch.no_grad():
-                outputs = model(*inputs)
+                outputs = function(model, rows)
             found = outputs if isinstance(outputs, (list, tuple)) else [outputs]
             return [output.cpu().numpy() for output in found]
 

@@ -1,8 +1,11 @@
-"""What a PyTorch model, its losses and the driver's trial get of a batch of columns."""
+"""From a batch of columns to the inputs of a PyTorch model and the labels of its losses.
+
+The ranks use it, the driver's trial, and models that predict.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,37 +15,45 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Feed:
-    """Which columns are inputs, labels and weights, and what they become."""
+    """Which columns are inputs, labels and weights, with the shapes that they get."""
 
     features: list[str]
-    labels: list[str]
-    sample_weight_col: str | None
-    input_shapes: Any
-    label_shapes: Any
-    categorical: frozenset[str]
+    labels: list[str] = field(default_factory=list)
+    sample_weight_col: str | None = None
+    input_shapes: Any = None
+    label_shapes: Any = None
+    categorical: frozenset[str] = frozenset()
 
     def split(
         self, batch: Batch, device: torch.device | None = None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor | None]:
-        """Inputs, labels and weights of a batch, on the device."""
+        """Return the inputs, the labels and the weights of a batch, on the device."""
         if device is not None:
             batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        inputs = [
-            as_input(batch[name], _shape(self.input_shapes, place), name in self.categorical)
-            for place, name in enumerate(self.features)
-        ]
         labels = [
-            as_label(batch[name], _shape(self.label_shapes, place))
-            for place, name in enumerate(self.labels)
+            as_label(batch[name], _shape(self.label_shapes, index))
+            for index, name in enumerate(self.labels)
         ]
         weights = self.sample_weight_col
-        return inputs, labels, None if weights is None else batch[weights].float()
+        return self.inputs(batch), labels, None if weights is None else batch[weights].float()
+
+    def inputs(self, batch: Batch, *, as_columns: bool = True) -> list[torch.Tensor]:
+        """Return the inputs of the model in their order; see `as_input` for `as_columns`."""
+        return [
+            as_input(
+                batch[name],
+                _shape(self.input_shapes, index),
+                name in self.categorical,
+                as_column=as_columns,
+            )
+            for index, name in enumerate(self.features)
+        ]
 
 
 def as_input(
     tensor: torch.Tensor, shape: Any, categorical: bool, *, as_column: bool = True
 ) -> torch.Tensor:
-    """A column as the model gets it: floats, or integers if it is categorical.
+    """Return a column as the model gets it: floats, or integers if it is categorical.
 
     `as_column` makes a batch of shape (n, 1) of n numbers, as layers want it. Categories stay a
     batch of shape (n,), as embeddings want them.
@@ -54,10 +65,10 @@ def as_input(
 
 
 def as_label(tensor: torch.Tensor, shape: Any) -> torch.Tensor:
-    """A label as losses get it: float32, or int64 if it is a whole number of any size."""
+    """Return a label as losses get it: float32, or int64 if it holds whole numbers."""
     tensor = tensor.float() if tensor.is_floating_point() else tensor.long()
     return tensor.reshape(tuple(shape)) if shape else tensor
 
 
-def _shape(shapes: Any, place: int) -> Any:
-    return shapes[place] if shapes else None
+def _shape(shapes: Any, index: int) -> Any:
+    return shapes[index] if shapes else None

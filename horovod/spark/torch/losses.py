@@ -13,7 +13,7 @@ Loss = Callable[..., torch.Tensor]
 
 
 def to_list(value: Any, length: int, name: str) -> list[Any]:
-    """One for each label; a single one stands for all."""
+    """Return a list with one value for each label; a single value stands for all."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     if len(values) == 1:
         values *= length
@@ -23,7 +23,7 @@ def to_list(value: Any, length: int, name: str) -> list[Any]:
 
 
 def loss_functions(loss: Any, constructors: Any, labels: int, weighted: bool) -> list[Loss]:
-    """The loss of each label; `weighted`: they give one value for each row."""
+    """Return the loss of each label; with `weighted` they give one value for each row."""
     if constructors is not None:
         makers = to_list(constructors, labels, "loss_constructors")
         return [maker(reduction="none") if weighted else maker() for maker in makers]
@@ -51,7 +51,7 @@ def _for_each_row(loss: Any) -> Loss:
 def transform_outputs(
     outputs: Any, labels: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """A list of outputs, and labels of the shapes and types that losses want.
+    """Return a list of outputs, and labels of the shapes and types that losses want.
 
     A label with as many values as the output gets its shape and type; another one, a class index
     for example, stays what it is.
@@ -74,9 +74,9 @@ def total_loss(
     functions: Sequence[Loss],
     sample_weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The weighted sum of the labels' losses.
+    """Return the weighted sum of the labels' losses.
 
-    Weights of rows multiply what the rows lose before the mean is taken over rows: two rows of
+    Weights of rows multiply the rows' losses before the mean is taken over rows: two rows of
     the same weight count the same, in whatever batches they are.
     """
     losses = []
@@ -108,21 +108,20 @@ class Averages:
             for group in self._groups:
                 for metric, output, label in zip(group, outputs, labels, strict=True):
                     values.append(torch.as_tensor(metric(output, label)))
-            for place, value in enumerate(values):
+            for index, value in enumerate(values):
                 mean = value.detach().double()
                 mean = mean.mean() if mean.dim() else mean
-                before = self._sums[place].to(mean.device)
-                self._sums[place] = torch.add(before, mean, alpha=rows)
+                before = self._sums[index].to(mean.device)
+                self._sums[index] = torch.add(before, mean, alpha=rows)
         self._rows += rows
 
     def result(self, hvd: Any, name: str) -> dict[str, Any]:
+        """Return the means over all ranks, the metrics in their groups."""
         sums = [value.cpu() for value in self._sums]
         total = torch.stack([*sums, torch.tensor(float(self._rows), dtype=torch.float64)])
         if hvd.size() > 1:
             total = hvd.allreduce(total, op=hvd.Sum, name=f"spark.{name}")
-        means = (total[:-1] / total[-1].clamp(min=1)).tolist()
-        metrics, place = [], 1
-        for group in self._groups:
-            metrics.append(means[place : place + len(group)])
-            place += len(group)
-        return {"loss": means[0], "all_metrics": metrics}
+        loss, *means = (total[:-1] / total[-1].clamp(min=1)).tolist()
+        rest = iter(means)
+        metrics = [[next(rest) for _ in group] for group in self._groups]
+        return {"loss": loss, "all_metrics": metrics}

@@ -12,8 +12,8 @@ import cloudpickle
 import torch
 
 import horovod.torch as hvd
-from horovod.spark.common.devices import local_device_index
 from horovod.spark.common.job import TrainingJob
+from horovod.spark.task import local_device_index
 from horovod.spark.torch import losses
 from horovod.spark.torch.datamodule import PetastormDataModule
 from horovod.spark.torch.feeding import Feed
@@ -167,7 +167,7 @@ class _Training:
                 method(*arguments, logs)
 
     def _state(self) -> bytes:
-        """The states of model and optimizer, as one process alone would have them."""
+        """Return the states of model and optimizer, as training on a single process gives them."""
         optimizer = self.optimizer.state_dict()
         for group in optimizer["param_groups"]:
             group["lr"] = group["lr"] / hvd.size()
@@ -176,7 +176,7 @@ class _Training:
         return file.getvalue()
 
     def _keep(self, folder: str, history: Any) -> None:
-        """Rank 0: the checkpoint and the log, into the store."""
+        """Write the checkpoint and the log to the store; rank 0 calls it."""
         store = self.job.store
         if not store.saving_runs:
             return

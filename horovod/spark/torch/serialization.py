@@ -10,7 +10,7 @@ _WITH_MODEL = {"horovod_torch": "with the model"}
 
 
 class PersistentWithOptimizer(Persistent):
-    """Mixed into estimators and models that have both."""
+    """Saves a model and its optimizer together; mixed into the classes that have both."""
 
     def _encode(self, name: str, value: Any) -> Any:
         if name == "model":

@@ -33,7 +33,7 @@ _WANTS_INTEGERS = re.compile(r"\b(Long|Int)\b")
 
 @dataclass(frozen=True)
 class Trial:
-    """What is tried: the packed model and losses, how they are fed, and the size of batches."""
+    """A trial of the packed model and losses, with the form of their input and the batch size."""
 
     payload: bytes
     feed: Feed
@@ -42,7 +42,7 @@ class Trial:
     batch_size: int
 
     def run(self, rows: Rows) -> None:
-        """ColumnError if the model, a loss or a metric fails with these rows.
+        """Raise ColumnError if the model, a loss or a metric fails with these rows.
 
         What fails for a reason that only the driver may have, such as a missing GPU, is left to
         the processes.
@@ -87,13 +87,13 @@ class Trial:
         if not done:
             return
         outputs, wanted = pairs
-        for place, name in enumerate(self.feed.labels):
-            output, label = outputs[place], wanted[place]
+        for index, name in enumerate(self.feed.labels):
+            output, label = outputs[index], wanted[index]
             found = f"{self._describe(name, label)} and an output {_text(output)}"
             advice = "Change label_shapes, the loss or the model"
             for what, function in (
-                ("loss", functions[place]),
-                *(("metric", group[place]) for group in groups),
+                ("loss", functions[index]),
+                *(("metric", group[index]) for group in groups),
             ):
                 _call(
                     functools.partial(function, output, label),
@@ -106,7 +106,7 @@ class Trial:
 
 
 def _call(function: Callable[[], Any], failure: str, advice: Callable[[str], str] | str) -> Any:
-    """Whether it could be called, and what it returned; ColumnError if the data is to blame."""
+    """Return whether it could be called, and its result; ColumnError if the data is to blame."""
     try:
         return True, function()
     except _WRONG_DATA as error:
@@ -142,5 +142,5 @@ def _text(tensor: Any) -> str:
 
 
 def _repeated(rows: Rows, count: int) -> Rows:
-    """The same rows again and again, until there are `count`."""
+    """Repeat the rows until there are `count`."""
     return {name: np.take(array, np.arange(count) % len(array), 0) for name, array in rows.items()}

@@ -1,4 +1,4 @@
-"""Batches of exactly so many rows from the chunks of a reader, shuffled in bounded memory."""
+"""Batches of one size from the chunks of a reader, shuffled in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from horovod.spark.common.reading.row_buffer import (
     row_count,
 )
 
-BUFFER_BYTES = 24 * 1024 * 1024  # of rows that a rank shuffles among
-# Of large rows, such as images, at least these, as far as they fit in eight times the bytes.
+BUFFER_BYTES = 24 * 1024 * 1024  # size of the rows that a rank shuffles among
+# Large rows, such as images: at least this number, if they fit in eight times the bytes.
 BUFFER_ROWS = 1024
 
-# A draw has a cost of its own, so several small batches are drawn at once: of at most so many rows
-# that are shuffled, or come in order and need not be copied, and of at most so many bytes.
+# A draw has a cost of its own, so several small batches are drawn at once: at most these rows
+# if they are shuffled, or if they come in order and need not be copied, and at most these bytes.
 _DRAWN_SHUFFLED, _DRAWN_IN_ORDER = 4096, 1024
 _DRAWN_BYTES = 2 * 1024 * 1024
 
@@ -40,7 +40,7 @@ def batches(
     capacity: int | Callable[[int], int] = 0,
     seed: int | None = None,
 ) -> Iterator[Rows]:
-    """Batches of `batch_size` rows; only the very last one may be smaller.
+    """Yield batches of `batch_size` rows; only the very last one may be smaller.
 
     With a `capacity`, rows are drawn at random from that many (0: the order of the reader); it may
     be a function of the bytes that a row takes, which are known when the first rows are there. Each
@@ -60,9 +60,9 @@ def _blocks(
     wanted: int | Callable[[int], int],
     random: np.random.Generator,
 ) -> Iterator[tuple[RowLayout, list[Array]]]:
-    """Blocks of some batches each; the last one may be smaller, and end with a part of a batch."""
+    """Yield blocks of some batches; the last may be smaller, and end with a part of a batch."""
     ending: RowBuffer | RowQueue | None = None  # holds the rows left of the pass before
-    storage: RowStorage | None = None  # which the rows of two passes share
+    storage: RowStorage | None = None  # shared by the rows of two passes
     parts: list[list[Array]] = []  # draws for a block that one draw could not fill
     layout: RowLayout | None = None
     capacity = rows_in_block = lacking = 0
@@ -117,7 +117,7 @@ def _rows_at_once(batch_size: int, capacity: int, row_bytes: int) -> int:
 
 
 def in_memory(rows: Rows, batch_size: int, *, shuffle: bool, seed: int | None) -> Iterator[Rows]:
-    """Batches without end from rows that are all in memory; each pass gives every row once."""
+    """Yield batches without end from rows in memory; each pass gives every row once."""
     random = np.random.default_rng(seed)
     layout = RowLayout(rows)
     arrays = layout.pack(rows)
@@ -132,7 +132,7 @@ def in_memory(rows: Rows, batch_size: int, *, shuffle: bool, seed: int | None) -
 
 
 def read_all(chunks: Iterable[Rows]) -> Rows:
-    """All rows of a pass."""
+    """Read all rows of a pass into memory."""
     parts = [rows for rows in chunks if row_count(rows)]
     if not parts:
         return {}

@@ -1,4 +1,4 @@
-"""Arrow columns as numpy arrays with one row shape: what the reader and `transform` share.
+"""Arrow columns as numpy arrays with one row shape, for the reader and for `transform`.
 
 Numbers and booleans become one value per row, arrays (nested ones too) a block per row, and Spark
 ML vectors, dense and sparse, become dense rows. Every row of a column must have the same shape and
@@ -30,12 +30,12 @@ def is_vector_type(kind: Any) -> bool:
 
 
 def rows_of(batch: Any) -> Rows:
-    """The columns of a record batch or table as arrays."""
+    """Return the columns of a record batch or table as arrays."""
     return {name: to_numpy(name, batch.column(name)) for name in batch.schema.names}
 
 
 def to_numpy(name: str, column: Any) -> np.ndarray[Any, Any]:
-    """An Arrow column as an array whose first dimension is the rows."""
+    """Return an Arrow column as an array whose first dimension is the rows."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
         if isinstance(column, pa.ChunkedArray):  # more than one chunk is left for huge columns
@@ -79,7 +79,7 @@ def _numbers(column: Any) -> np.ndarray[Any, Any]:
 
 
 def check_nan(name: str, array: np.ndarray[Any, Any]) -> None:
-    """ColumnError if rows have NaN."""
+    """Raise ColumnError if rows have NaN."""
     if array.dtype.kind != "f":
         return
     has_nan = np.isnan(array).reshape(len(array), -1).any(axis=1)
@@ -97,7 +97,7 @@ def _list_rows(name: str, values: Any, length: int, rows: int) -> np.ndarray[Any
 
 
 def _only_length(name: str, column: Any) -> int:
-    """The length that all rows of a list column have."""
+    """Return the length that all rows of a list column have; ColumnError if they differ."""
     if len(column) == 0:
         return 0
     lengths = np.diff(_numbers(column.offsets))
@@ -111,7 +111,7 @@ def _only_length(name: str, column: Any) -> int:
 
 
 def _dense_vectors(name: str, column: Any) -> np.ndarray[Any, Any]:
-    """Spark's structs (type 1: dense values; type 0: size, indices and values) as dense rows."""
+    """Make dense rows of Spark's structs (type 1: values; type 0: size, indices and values)."""
     rows = len(column)
     dense = column.field("type").to_numpy(zero_copy_only=False) == 1
     values, counts = _flat(column.field("values"))
@@ -136,6 +136,6 @@ def _dense_vectors(name: str, column: Any) -> np.ndarray[Any, Any]:
 
 
 def _flat(lists: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """All values of a list column one after the other, and how many each row has."""
+    """Return all values of a list column one after the other, and how many each row has."""
     counts = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     return np.asarray(lists.flatten().to_numpy(zero_copy_only=False)), counts

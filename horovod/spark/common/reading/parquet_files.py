@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from horovod.spark.common.reading.columns import ColumnError
 from horovod.spark.common.stores.filesystem import arrow_filesystem
 
-READ_BYTES = 1024 * 1024  # that a worker reads ahead, of all columns together
-LEAST_READ_BYTES = 64 * 1024  # of each column
+READ_BYTES = 1024 * 1024  # bytes that a worker reads ahead, of all columns together
+LEAST_READ_BYTES = 64 * 1024  # bytes that it reads ahead of each column at least
 
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
 _LOOKED_AT = 16  # row groups: looking at thousands takes seconds
@@ -78,9 +79,19 @@ class ParquetFiles:
             return list(self.dataset.schema.names)
         return list(self.metadata[0].schema.to_arrow_schema().names)
 
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Raise ColumnError if the data lacks one of these columns."""
+        names = self.names
+        missing = [name for name in columns if name not in names]
+        if missing:
+            raise ColumnError(
+                f"the data at {self.url} has no column {', '.join(map(repr, missing))}; "
+                f"it has {', '.join(names)}"
+            )
+
     @property
     def bytes_per_row(self) -> int:
-        """How much a row takes, decoded, roughly: as in the first row groups.
+        """The bytes of a decoded row, estimated from the first row groups.
 
         A column of few different numbers takes much less in the file than decoded.
         """
@@ -94,7 +105,7 @@ class ParquetFiles:
         return max(1, size // max(1, rows))
 
     def shard(self, index: int, count: int) -> list[Piece]:
-        """The pieces that make up share `index` of `count`."""
+        """Return the pieces that make up share `index` of `count`."""
         first, last = self.num_rows * index // count, self.num_rows * (index + 1) // count
         pieces, before = [], 0
         for file, group, rows in self.row_groups:
@@ -105,7 +116,7 @@ class ParquetFiles:
         return pieces
 
     def read(self, piece: Piece, columns: Sequence[str], chunk_rows: int) -> Iterator[Any]:
-        """The record batches of a piece; never more than a chunk is decoded at once."""
+        """Yield the record batches of a piece; never more than a chunk is decoded at once."""
         import pyarrow as pa
         import pyarrow.fs as arrow_fs
         import pyarrow.parquet as parquet

@@ -21,7 +21,7 @@ from horovod.spark.common.reading.columns import Rows
 from horovod.spark.common.reading.parquet_files import Piece
 from horovod.spark.common.reading.row_buffer import RowLayout, row_count
 
-FREE_SHARE = 0.1  # of the disk, which the file leaves free
+FREE_SHARE = 0.1  # share of the disk that the file leaves free
 
 _Chunk = tuple[int, int]  # where it begins in the file, and its number of rows
 
@@ -85,7 +85,7 @@ class PieceFile:
             self._writing.discard(piece)
 
     def _write(self, rows: Rows, written: list[_Chunk]) -> None:
-        """Append a chunk to the file; from the first one that does not fit nothing is written."""
+        """Append a chunk to the file; after the first one that does not fit, write nothing more."""
         with self._lock:
             self._layout = self._layout or RowLayout(rows)
             offset, count = self._end, row_count(rows)
@@ -115,7 +115,7 @@ class PieceFile:
                 if not done:
                     raise OSError(f"a temporary file in {self._folder} has lost its rows")
                 position, left = position + done, left[done:]
-            array.flags.writeable = False  # so that nobody copies it who would copy what may change
+            array.flags.writeable = False  # it does not change any more, so nobody has to copy it
         return self._layout.columns(arrays)
 
 

@@ -29,7 +29,7 @@ __all__ = ["ParquetReader"]
 # again; larger blocks go back to the system, and every page of the next one costs a fault: decoding
 # 32 MiB at once took twice the processor time.
 CHUNK_BYTES = 512 * 1024
-CHUNKS_AHEAD = 1  # that each worker may have ready
+CHUNKS_AHEAD = 1  # chunks that each worker may have ready
 
 
 class ParquetReader:
@@ -91,14 +91,8 @@ class ParquetReader:
         if workers_count < 1:
             raise ValueError(f"a reader needs at least one worker, not {workers_count}")
         self.files = ParquetFiles(url, storage_options)
-        names = self.files.names
-        self.columns = list(schema_fields or names)
-        missing = [name for name in self.columns if name not in names]
-        if missing:
-            raise ColumnError(
-                f"the data at {url} has no column {', '.join(map(repr, missing))}; "
-                f"it has {', '.join(names)}"
-            )
+        self.columns = list(schema_fields or self.files.names)
+        self.files.check_columns(self.columns)
         if self.files.num_rows < shard_count:
             raise ValueError(
                 f"the data at {url} has {self.files.num_rows} row(s) for {shard_count} ranks: "
@@ -125,7 +119,7 @@ class ParquetReader:
         self.last_row_consumed = False
 
     def passes(self) -> Iterator[Iterator[Rows]]:
-        """Every pass over the shard, as an iterator over its chunks."""
+        """Yield every pass over the shard, as an iterator over its chunks."""
         for _ in self._pass_numbers():
             yield self._chunks()
 
@@ -152,7 +146,7 @@ class ParquetReader:
             self.stop()  # nothing is left to read; another iteration begins anew
 
     def _orders(self) -> Iterator[Piece]:
-        """The pieces of all passes."""
+        """Yield the pieces of all passes, each pass in its order."""
         seed = np.random.SeedSequence(self._seed).generate_state(1)[0]
         for _ in self._pass_numbers():
             order = np.arange(len(self._pieces))
@@ -205,11 +199,11 @@ class ParquetReader:
 
 
 class _End:
-    """Stands behind the last chunk of a piece."""
+    """Marks the end of a piece, behind its last chunk."""
 
 
 class _Output:
-    """What one worker has for the consumer: chunks, the ends of pieces, at last an error."""
+    """The output of one worker: chunks, the ends of pieces, and an error if it fails."""
 
     def __init__(self) -> None:
         self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -287,7 +281,7 @@ class _Run:
 
 
 def _transformed(batch: Any, transform: Callable[[Any], Any], removed: list[str]) -> Rows:
-    """What `transformation_fn` makes of the rows; it gets and returns a pandas DataFrame."""
+    """Have `transformation_fn`, from one pandas DataFrame to another, transform the rows."""
     frame = transform(batch.to_pandas())
     rows: Rows = {}
     for name in frame.columns:

@@ -15,12 +15,12 @@ from horovod.spark.common.reading.columns import ColumnError, Rows
 
 Array = np.ndarray[Any, Any]
 
-_TILE_BYTES = 1024 * 1024  # of rows that are packed at once: they stay in the cache
+_TILE_BYTES = 1024 * 1024  # size of the rows that are packed at once: they stay in the cache
 _TILE_ROWS = 1024  # at least: packing has a cost for each column of a tile
 
 
 class RowLayout:
-    """Which columns share an array."""
+    """The arrays into which rows are packed, and the columns that share each of them."""
 
     def __init__(self, rows: Rows) -> None:
         self.kinds = {name: (array.dtype, array.shape[1:]) for name, array in rows.items()}
@@ -49,7 +49,7 @@ class RowLayout:
         return arrays
 
     def pack(self, rows: Rows) -> list[Array]:
-        """The rows as arrays of this layout; columns that are packed already are not copied."""
+        """Return the rows as arrays of this layout, without copying packed columns."""
         self.check(rows)
         return [_side_by_side([rows[name] for name in names]) for names in self.blocks]
 
@@ -59,17 +59,17 @@ class RowLayout:
             array[places] = block
 
     def columns(self, arrays: list[Array]) -> Rows:
-        """Each column as a view into the arrays, in the order in which they were read."""
+        """Return each column as a view into the arrays, in the order in which they were read."""
         found = {
-            name: array[:, place]
+            name: array[:, index]
             for names, array in zip(self.blocks, arrays, strict=True)
-            for place, name in enumerate(names)
+            for index, name in enumerate(names)
         }
         return {name: found[name] for name in self.kinds}
 
 
 def packed(rows: Rows) -> Rows:
-    """The same rows, with columns of the same kind side by side in one array.
+    """Put the columns of the same kind side by side in one array, of which they become views.
 
     A few rows stay as they are: packing them later costs less than finding them packed.
     """
@@ -80,7 +80,7 @@ def packed(rows: Rows) -> Rows:
 
 
 def _side_by_side(columns: list[Array]) -> Array:
-    """Columns of one kind as an array of shape (rows, columns, ...)."""
+    """Return columns of one kind as an array of shape (rows, columns, ...)."""
     first = columns[0]
     if len(columns) == 1:
         return first[:, np.newaxis]
@@ -97,7 +97,7 @@ def _side_by_side(columns: list[Array]) -> Array:
 
 
 def _are_columns_of(array: Any, shape: tuple[int, ...], columns: list[Array]) -> bool:
-    """Whether these are all the columns of the array, in its order."""
+    """Return whether these are all the columns of the array, in its order."""
     first = columns[0]
     if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != first.dtype:
         return False
@@ -105,15 +105,15 @@ def _are_columns_of(array: Any, shape: tuple[int, ...], columns: list[Array]) ->
     step, strides = array.strides[1], (array.strides[0], *array.strides[2:])
     return all(
         column.base is array
-        and column.__array_interface__["data"][0] == start + place * step
+        and column.__array_interface__["data"][0] == start + index * step
         and column.shape == first.shape
         and column.strides == strides
-        for place, column in enumerate(columns)
+        for index, column in enumerate(columns)
     )
 
 
 class RowStorage:
-    """Memory for rows, whose places are given out and taken back."""
+    """Memory for rows: `put` gives rows places in it, `take` frees them."""
 
     def __init__(self, layout: RowLayout, capacity: int) -> None:
         self._layout = layout
@@ -192,10 +192,10 @@ class _Writable:
 
 
 def _kept(array: Array) -> Array:
-    """The array for later, in memory that tensors may write to.
+    """Return the array in memory that stays, and that tensors may write to.
 
     What pyarrow has decoded is marked as read-only and does not change any more, so it is not
-    copied. Other arrays are: whoever made them may use them again.
+    copied. Other arrays are: the code that made them may use them again.
     """
     return array.copy() if array.flags.writeable else np.asarray(_Writable(array))
 
@@ -232,7 +232,7 @@ class RowQueue:
 
 
 def join(parts: list[list[Array]], layout: RowLayout) -> list[Array]:
-    """The rows of several draws, one after the other."""
+    """Join the rows of several draws, one after the other."""
     if len(parts) == 1:
         return parts[0]
     if not parts:

@@ -1,1 +1,1 @@
-"""Where an estimator keeps its files: on what `fsspec` can open, and on HDFS."""
+"""Stores of an estimator's files, on everything that `fsspec` can open, and on HDFS."""

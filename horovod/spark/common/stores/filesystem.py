@@ -1,4 +1,4 @@
-"""Opening a place by its URL, on the driver and on every rank.
+"""Opening a file system by a URL, on the driver and on every rank.
 
 Stores use fsspec; pyarrow reads Parquet through its own local and HDFS file systems where it has
 them, and through fsspec elsewhere.
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """The protocol of a URL, "file" for a bare path, and what follows it."""
+    """Return the protocol of a URL, "file" for a bare path, and what follows it."""
     if "://" in url:
         protocol, _, rest = url.partition("://")
         return protocol, rest
@@ -20,7 +20,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def arrow_filesystem(url: str, storage_options: dict[str, Any] | None = None) -> tuple[Any, str]:
-    """pyarrow's file system for a URL, and the path in it."""
+    """Return pyarrow's file system for a URL, and the path in it."""
     import pyarrow.fs as arrow
 
     protocol, rest = split_url(url)
@@ -50,7 +50,7 @@ def _hadoop(url: str, options: dict[str, Any]) -> tuple[Any, str]:
 
 
 def split_hdfs(url: str) -> tuple[str | None, int | None, str]:
-    """Host, port and path of hdfs://host:port/path, hdfs:///path or /path."""
+    """Return host, port and path of hdfs://host:port/path, hdfs:///path or /path."""
     protocol, rest = split_url(url)
     if protocol == "file" and url.startswith("/"):
         return None, None, url

@@ -1,4 +1,4 @@
-"""A store on one file system of fsspec: what all our stores have in common.
+"""The base class of the stores here: a store on one file system of fsspec.
 
 A file appears under its name only when it is complete: it is written beside and moved, or put in
 one piece where the storage itself makes that atomic.
@@ -24,7 +24,7 @@ _PUT_IS_ATOMIC = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "memor
 
 
 class AbstractFilesystemStore(Store):
-    """A store under one folder of one file system; what all stores have in common.
+    """Base class of stores that keep everything under one folder of one file system.
 
     Args:
         prefix_path: Folder or URL under which everything is kept.
@@ -179,7 +179,7 @@ class AbstractFilesystemStore(Store):
         return bool(_PUT_IS_ATOMIC & set(_protocols(self.fs)))
 
     def _names(self, path: str) -> list[str]:
-        """Where the contents of a file may be: under another name while it is being replaced."""
+        """Return the names to look for a file under: it has another one while it is replaced."""
         local = self.get_localized_path(path)
         if self._put_is_atomic or "file" in _protocols(self.fs):
             return [local]

@@ -22,7 +22,7 @@ _INSTALL = (
 )
 
 _CHECK = "Check that it runs, and its host and port: fs.defaultFS in core-site.xml has them"
-ANSWER_SECONDS = 30.0  # for the NameNode to accept a connection
+ANSWER_SECONDS = 30.0  # time for the NameNode to accept a connection
 
 
 def connect(
@@ -32,7 +32,7 @@ def connect(
     kerb_ticket: str | None = None,
     extra_conf: dict[str, str] | None = None,
 ) -> Any:
-    """pyarrow's file system, once the NameNode has answered. ConnectionError: what is missing."""
+    """Return pyarrow's file system, once the NameNode has answered; else ConnectionError."""
     import pyarrow.fs as arrow
 
     name = "fs.defaultFS" if host == "default" else f"hdfs://{host}" + (f":{port}" if port else "")
@@ -64,7 +64,7 @@ def connect(
 
 
 def _knock(name: str, host: str, port: int) -> None:
-    """Where packets are lost without an answer, Hadoop itself tries for half an hour."""
+    """Connect once, with a timeout: Hadoop itself tries for half an hour if packets are lost."""
     try:
         socket.create_connection((host, port), timeout=ANSWER_SECONDS).close()
     except OSError as error:
@@ -74,7 +74,7 @@ def _knock(name: str, host: str, port: int) -> None:
 
 
 def look_at(filesystem: Any, path: str) -> Any:
-    """pyarrow's facts about a path. OSError if it is not known whether there is anything."""
+    """Return pyarrow's facts about a path; OSError if HDFS did not tell whether it is there."""
     import pyarrow.fs as arrow
 
     found = nearest = filesystem.get_file_info(path)
@@ -86,14 +86,14 @@ def look_at(filesystem: Any, path: str) -> Any:
 
 
 def _leave_signals_to_python() -> None:
-    """Java's own handlers would end this process at Ctrl-C, and nothing would be cleaned up."""
+    """Keep Java from handling signals: it would end this process at once at Ctrl-C."""
     options = os.environ.get("LIBHDFS_OPTS", "")
     if "-Xrs" not in options.split():
         os.environ["LIBHDFS_OPTS"] = f"{options} -Xrs".strip()
 
 
 class HadoopFiles(ArrowFSWrapper):
-    """fsspec's view of HDFS, where only what is not there is missing."""
+    """fsspec's view of HDFS; a path is missing only if the NameNode says that it is not there."""
 
     cachable = False
 

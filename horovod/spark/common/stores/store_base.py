@@ -5,9 +5,30 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from horovod.spark.common.stores.remote_store import RemoteStore
+
+@dataclass(frozen=True)
+class RemoteStore:
+    """What ranks know of a store: the paths of one run, and how to bring there what they wrote.
+
+    `get_local_output_dir` and `sync` are used by rank 0.
+    """
+
+    train_data_path: str
+    val_data_path: str
+    test_data_path: str
+    saving_runs: bool
+    runs_path: str
+    run_path: str
+    checkpoint_path: str | None
+    logs_path: str | None
+    checkpoint_filename: str
+    logs_subdir: str
+    get_local_output_dir: Callable[[], Any]
+    sync: Callable[[str], None]
+    storage_options: dict[str, Any] | None = None
 
 
 class Store(ABC):
