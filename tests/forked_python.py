@@ -31,7 +31,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from tests.rank_process import PassedFile, fork_context, leave_test_process
+from tests.rank_process import ForkedProcess, PassedFile, leave_test_process, start_fork_server
 
 _CLIENT = Path(__file__).with_name("forked_client.py")
 
@@ -56,12 +56,12 @@ def _listen() -> str:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{folder}/socket")
     listener.listen(64)
-    context = fork_context()  # here, not in the thread: it changes the environment for a moment
+    start_fork_server()  # here, not in the thread: it changes the environment for a moment
 
     def accept() -> None:
         while True:
             client, _ = listener.accept()
-            threading.Thread(target=_serve, args=(client, context), daemon=True).start()
+            threading.Thread(target=_serve, args=(client,), daemon=True).start()
 
     threading.Thread(target=accept, daemon=True).start()
     command = Path(folder, "python")
@@ -70,23 +70,21 @@ def _listen() -> str:
     return str(command)
 
 
-def _serve(client: socket.socket, context: Any) -> None:
+def _serve(client: socket.socket) -> None:
     """Run one client's program; kill it if the client ends first."""
     with client:
         size, streams, _, _ = socket.recv_fds(client, 8, 3)
-        if not size:
-            return  # the launcher has ended the client before it asked for anything
-        request = b""
-        while len(request) < int.from_bytes(size, "big"):
-            received = client.recv(1 << 16)
-            if not received:
-                return  # the launcher has ended the client
-            request += received
-        passed = [PassedFile(stream) for stream in streams]
-        process = context.Process(target=_main, args=(_listen(), passed, json.loads(request)))
-        process.start()
-        for stream in streams:
-            os.close(stream)
+        try:
+            request = _receive(client, int.from_bytes(size, "big"))
+            if not request:
+                return  # the launcher has ended the client before it asked for anything
+            passed = [PassedFile(stream) for stream in streams]
+            arguments = (_listen(), passed, json.loads(request))
+            process = ForkedProcess(target=_main, args=arguments)
+            process.start()
+        finally:  # else whoever reads what the program writes would never see the end
+            for stream in streams:
+                os.close(stream)
         while process.sentinel not in multiprocessing.connection.wait([client, process.sentinel]):
             number = client.recv(1)
             _signal(process, number[0] if number else signal.SIGKILL)
@@ -95,6 +93,17 @@ def _serve(client: socket.socket, context: Any) -> None:
         process.join()
         with contextlib.suppress(OSError):
             client.sendall(str(process.exitcode).encode())
+
+
+def _receive(client: socket.socket, size: int) -> bytes:
+    """Return what the client sends; nothing if the client ends first."""
+    request = b""
+    while len(request) < size:
+        received = client.recv(1 << 16)
+        if not received:
+            return b""
+        request += received
+    return request
 
 
 def _signal(process: Any, number: int) -> None:

@@ -20,11 +20,12 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, reduction
+from multiprocessing import context, forkserver, popen_forkserver, reduction
 from typing import Any
 
 import cloudpickle
@@ -152,10 +153,42 @@ def _die_with_parent() -> None:
 # -- in the test process -------------------------------------------------------------------------
 
 
-def fork_context() -> Any:
-    """The fork server context, with the server started as ranks need it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, LAST])
+_processes = threading.RLock()  # of the test process: see `_Popen`
+
+
+class _Popen(popen_forkserver.Popen):
+    """What several threads may ask whether its process has ended.
+
+    The fork server writes an exit code once, and who comes second to read it takes the end of the
+    pipe for exit code 255. Every thread that starts a process asks for all others that there are.
+    """
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if flag != os.WNOHANG and self.returncode is None:
+            multiprocessing.connection.wait([self.sentinel])
+        with _processes:
+            return super().poll()
+
+
+class ForkedProcess(context.ForkServerProcess):
+    """A process forked from the fork server, which `start_fork_server` has started."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        return _Popen(process_obj)
+
+    def start(self) -> None:
+        with _processes:
+            super().start()
+
+    def close(self) -> None:
+        with _processes:
+            super().close()
+
+
+def start_fork_server() -> None:
+    """Start the fork server as ranks need it, unless it runs."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOAD, LAST])
     previous = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded, so in the server
     try:
@@ -165,7 +198,6 @@ def fork_context() -> Any:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = previous
-    return context
 
 
 class Rank:
@@ -187,7 +219,8 @@ class Rank:
         # Plain bytes: multiprocessing's own pickler would move tensors to shared memory that
         # the receiver has to fetch while the sender lives.
         payload = cloudpickle.dumps((function, tuple(arguments)))
-        self.process = fork_context().Process(
+        start_fork_server()
+        self.process = ForkedProcess(
             target=_main, args=(theirs, PassedFile(self.file.fileno()), environ, payload)
         )
         self.process.start()

@@ -25,7 +25,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.missing import SLURM
@@ -86,6 +86,7 @@ class Slurm:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self._configuration = self.folder / "slurm.conf"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._ports = contextlib.ExitStack()  # also while a daemon does not run
         try:
             self._start(cpus)
         except BaseException:
@@ -183,15 +184,16 @@ class Slurm:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         (folder / "state").mkdir()
-        with _free_ports(len(self.nodes) + 1) as (port, *ports):
-            lines = [_CONFIGURATION.format(host=host, port=port, user=user, folder=folder)]
-            for node, node_port in zip(self.nodes, ports, strict=True):
-                (folder / f"spool.{node}").mkdir()
-                lines.append(
-                    f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port} "
-                    f"CPUs={cpus} State=UNKNOWN\n"
-                )
-            self._configuration.write_text("".join(lines))
+        port = self._ports.enter_context(reserved_port())
+        lines = [_CONFIGURATION.format(host=host, port=port, user=user, folder=folder)]
+        for node in self.nodes:
+            (folder / f"spool.{node}").mkdir()
+            port = self._ports.enter_context(reserved_port())
+            lines.append(
+                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
+                f"CPUs={cpus} State=UNKNOWN\n"
+            )
+        self._configuration.write_text("".join(lines))
         munge = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
         self._daemon("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge)
         self.wait_for((folder / "munge.socket").exists, "munged")
@@ -263,6 +265,7 @@ class Slurm:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self._ports.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Slurm:
@@ -270,13 +273,6 @@ class Slurm:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@contextlib.contextmanager
-def _free_ports(count: int) -> Iterator[list[int]]:
-    """Ports of loopback that no other program is given meanwhile."""
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(reserved_port()) for _ in range(count)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from tests.forked_python import forked_python
+from tests.rank_process import ForkedProcess, start_fork_server
 from tests.ranks import PATIENCE
 
 SHOW = """
@@ -103,3 +108,23 @@ def test_a_signal_to_the_client_reaches_the_program(tmp_path: Path, number: int)
         assert client.wait(PATIENCE) == (5 if number == signal.SIGTERM else -number)
     assert select.select([ended], [], [], PATIENCE)[0], "the program goes on without its client"
     os.close(ended)
+
+
+def _end_when_told(connection: Connection) -> None:
+    connection.recv_bytes()
+    sys.exit(7)
+
+
+def test_all_threads_see_how_a_process_has_ended():
+    """The fork server says it once."""
+    start_fork_server()
+    ours, theirs = multiprocessing.Pipe()
+    process = ForkedProcess(target=_end_when_told, args=(theirs,))
+    process.start()
+    with ours, theirs, ThreadPoolExecutor(8) as pool:
+        joined = [pool.submit(process.join) for _ in range(8)]
+        ours.send_bytes(b"end")
+        for future in joined:
+            future.result()
+    assert process.exitcode == 7
+    process.close()

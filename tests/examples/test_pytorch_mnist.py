@@ -34,7 +34,7 @@ def _final_accuracy(done: subprocess.CompletedProcess[str]) -> float:
 
 
 def test_four_processes_learn_the_digits(tmp_path: Path):
-    done = _train(tmp_path, "--target-accuracy", "0.95", ranks=4, fresh=True)
+    done = _train(tmp_path, "--target-accuracy", "0.95", ranks=4)
     assert done.returncode == 0, done.stdout + done.stderr
     assert _final_accuracy(done) >= 0.95
     assert "epoch 1/" not in done.stderr  # no bar where nobody watches
@@ -94,7 +94,7 @@ def test_training_resumes_with_another_number_of_processes(tmp_path: Path):
 
 
 def test_missing_the_target_fails_the_job(tmp_path: Path):
-    done = _train(tmp_path, "--epochs", "0", "--target-accuracy", "0.9")
+    done = _train(tmp_path, "--epochs", "0", "--target-accuracy", "0.9", fresh=True)
     assert done.returncode != 0
     assert "below the target" in done.stderr
 

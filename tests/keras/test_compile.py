@@ -109,7 +109,7 @@ model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse",
 def test_keras_3_explains_the_option_of_old_scripts():
     environ = {**os.environ, "KERAS_BACKEND": "torch"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 1
     assert "TypeError" in done.stderr

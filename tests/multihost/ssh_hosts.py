@@ -11,6 +11,7 @@ import functools
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -42,6 +43,7 @@ class SshHosts:
         self.folder = folder
         self.hosts = Hosts(len(INTERFACES), INTERFACES)
         self._servers: list[subprocess.Popen[bytes]] = []
+        self._readers: list[threading.Thread] = []
         try:
             for name in ("host_key", "id_good", "id_bad"):
                 _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
@@ -93,6 +95,9 @@ class SshHosts:
         assert server.stderr is not None
         said = server.stderr.readline()
         assert b"listening on" in said, said + server.stderr.read()
+        # It says something of every login, and would stand still with a full pipe.
+        self._readers.append(threading.Thread(target=server.stderr.read))
+        self._readers[-1].start()
 
     def start(
         self,
@@ -150,7 +155,9 @@ class SshHosts:
     def close(self) -> None:
         for server in self._servers:
             server.kill()
-            server.communicate()
+            server.wait()
+        for reader in self._readers:
+            reader.join()
         self.hosts.close()
 
 

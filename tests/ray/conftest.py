@@ -14,9 +14,11 @@ import random
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -32,6 +34,7 @@ collect_ignore_glob = [] if HAS_RAY else ["test_*.py"]
 ROOT = Path(__file__).resolve().parents[2]
 _ATTEMPTS = 5
 _SECONDS = 300  # for what only a machine that is very busy takes so long for
+_NODE_SECONDS = 120  # for a node, before another one is tried
 
 # Before Ray is imported, and for everything that Ray starts.
 os.environ.update(
@@ -72,14 +75,36 @@ PRELOAD += ["horovod.runner.api", "google.protobuf.reflection", "jsonschema", "r
 PRELOAD += ["pyarrow.parquet", "pandas", "fsspec", "pydantic", "rich.layout", "sklearn.datasets"]
 
 
+def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
+    """Make Ray wait for a node that it has started.
+
+    It would give it 30 s, whatever the machine does, and ask all the time.
+    """
+
+    def wait_for_node(*args: Any) -> Any:
+        deadline = time.monotonic() + _NODE_SECONDS
+        while True:
+            try:
+                return get_node(*args)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)  # between looks
+
+    return wait_for_node
+
+
 def add_node(cluster: Any, **how: Any) -> Any:
-    """Add a node, and again if it was too slow for Ray: it has 30 s, whatever the machine does."""
+    """Add a node, and again if it did not come."""
+    import ray._private.services as services
+
     how = {"setup_worker_path": forked_worker.__file__, **how}
     me = psutil.Process()
     for attempt in range(_ATTEMPTS):
         head, workers, others = cluster.head_node, set(cluster.worker_nodes), set(me.children())
         try:
-            added = cluster.add_node(**how)
+            with mock.patch.object(services, "get_node", _patient(services.get_node)):
+                added = cluster.add_node(**how)
             break
         except Exception:
             # It would be there after all one day, as a node too many, and has the client's port.
