@@ -14,8 +14,8 @@ FIXED_MUTANTS = (
         "the launcher blames the last failure in place of the first",
         "new",
         _REPORT,
-        "        return first_to_fail(self.failures)",
-        "        return self.failures[-1] if self.failures else None",
+        "        failure = first_to_fail(self.failures)",
+        "        failure = self.failures[-1] if self.failures else None",
     ),
     Mutant(
         "the launcher blames whoever ends first",
@@ -72,13 +72,6 @@ FIXED_MUTANTS = (
         _AGENT,
         "        while self._reap() or not self._closing:",
         "        while not self._closing:",
-    ),
-    Mutant(
-        "a rank that hangs is blamed before it has ended",
-        "past",
-        _FIXED,
-        "            self._job.call_later(FAILURE_GRACE + _BLAME_WINDOW, self._blame)",
-        "            self._blame()",
     ),
     Mutant(
         "ranks that wait for one that hangs do not name it",

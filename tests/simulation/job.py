@@ -49,6 +49,14 @@ from tests.simulation.world import World
 
 HEAD = "head"
 _LONGEST_HANG = 900.0
+_OUT_OF_REACH = frozenset(
+    (
+        *("cut", "cut towards the launcher", "cut from the launcher", "cut from everything"),
+        *("power loss", "kill the launcher", "interrupt the launcher"),
+    )
+)
+"""Faults that may keep the launcher from ending what an agent has left."""
+
 _GHOST = "ghost"  # a host that discovery may offer and that is not there
 
 _LEGITIMATE = (
@@ -239,13 +247,17 @@ class Cluster:
             agent.signal(signal.SIGKILL if fault.kind == "kill agent" else signal.SIGSTOP)
             if fault.kind == "stop agent":
                 self.world.later(fault.seconds, partial(agent.signal, signal.SIGCONT))
-            elif not agent.handlers:
+            if not agent.handlers or any(each.kind in _OUT_OF_REACH for each in self.plan.faults):
                 self._unheard.append(agent)
 
     def _end_unheard_agents(self) -> None:
-        """Let a person end agents of which the launcher has never heard, after the job."""
+        """Let a person end agents that the launcher cannot end, and their workers, after the job.
+
+        It has never heard of them, cannot reach their host, or is gone itself.
+        """
         for agent in self._unheard:
-            agent.signal(signal.SIGKILL)
+            for process in list(agent.host.processes):
+                process.signal(signal.SIGKILL)
 
     def _tell_to_leave(self, worker: Process) -> None:
         self._told.add(worker.name)

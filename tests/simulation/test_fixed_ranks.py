@@ -50,7 +50,6 @@ FOUND: dict[str, FixedPlan] = {
         CALM, samples=100, pace=5.0, faults=(Fault("kill the launcher", 20.0, 0.0, 0),)
     ),
     "an agent does not kill who ignores SIGTERM": HANG,
-    "a rank that hangs is blamed before it has ended": HANG,
     "ranks that wait for one that hangs do not name it": HANG,
     "ranks that wait for one that never came do not name it": replace(
         CALM,
