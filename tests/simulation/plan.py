@@ -39,6 +39,12 @@ KINDS = (
 )
 
 
+STOP_WHEN_READY = "stop the next worker that is ready"
+"""A kind of fault of jobs made for it: the next new worker stops when the launcher knows of it.
+
+It has said that it is ready, and has not read a decision yet.
+"""
+
 EVERYWHERE = "power loss everywhere"
 """A kind of fault that only jobs with commits on disk have: all workers are lost.
 
