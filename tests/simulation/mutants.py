@@ -357,7 +357,7 @@ MUTANTS = (
         _MEMBERSHIP,
         "                if not self._finished:\n                    self._lose_driver(error)\n"
         "                return\n",
-        "",
+        "                if self._finished:\n                    return\n",
     ),
     Mutant(
         "the job ends when its discovery fails once",
