@@ -129,7 +129,10 @@ def test_who_has_heard_of_a_decision_may_still_be_absent_from_its_generation():
     assert state.unresponsive_workers(2) == [third]
     assert state.absent_members(2, 0) == [second, third]
     assert state.absent_members(2, 1) == [first, second, third]
-    third.is_leaving = True
+    third.joined = 3
+    assert state.unresponsive_workers(2) == [], "it need not know a decision from before it joined"
+    assert state.unresponsive_workers(3) == [first, second, third]
+    third.joined, third.is_leaving = 1, True
     assert state.unresponsive_workers(2) == []
     assert state.absent_members(2, 0) == [second]
 

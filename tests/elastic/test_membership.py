@@ -19,6 +19,7 @@ from horovod.common.generations.decisions import (
     broken_key,
     decision_key,
     formed_key,
+    heard_key,
     leaving_key,
     ready_key,
     seen_key,
@@ -275,6 +276,11 @@ class _LostStore(MemoryStore):
             raise ConnectionError("nobody answers")
         return super().get(key, min(timeout, 0.05))
 
+    def try_get(self, key: str) -> bytes | None:
+        if self.lost:
+            raise ConnectionError("nobody answers")
+        return super().try_get(key)
+
 
 def test_a_lost_driver_breaks_the_world(monkeypatch: pytest.MonkeyPatch):
     ended, told = threading.Event(), threading.Event()
@@ -292,6 +298,32 @@ def test_a_lost_driver_breaks_the_world(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SystemExit) as end:
         member.form(lambda: meet(member), 30)
     assert end.value.code == DRIVER_LOST
+
+
+class _BreakingStore(MemoryStore):
+    """A store whose connection breaks in every wait for the next decision, but not in others."""
+
+    breaks = 0
+
+    def get(self, key: str, timeout: float) -> bytes:
+        if key == decision_key(2) and self.breaks < 3 and self.try_get(key) is None:
+            self.breaks += 1
+            raise ConnectionError("reset by peer")
+        return super().get(key, timeout)
+
+
+def test_connections_that_break_again_and_again_are_opened_again():
+    heard = threading.Event()
+    store = _BreakingStore()
+    store.watch(lambda key: heard.set() if key == heard_key(2, "w0") else None)
+    publish(store, decision(1, "w0", "start"))
+    member = Membership(store, "w0")
+    member.form(lambda: meet(member), 30)
+    while store.breaks < 3:
+        assert member.unrecoverable is None
+    publish(store, decision(2, "w0", "added"))
+    assert heard.wait(30)
+    assert member.unrecoverable is None
 
 
 def test_a_driver_that_was_never_there_is_not_an_error_of_the_program(

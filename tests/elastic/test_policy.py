@@ -199,6 +199,18 @@ def test_the_state_is_handed_over_before_its_last_holder_goes():
     assert [worker.number for worker in then.members] == [1]
 
 
+def test_the_oldest_worker_stays_while_it_may_be_forming_the_first_generation():
+    limits = Limits(num_proc=1, min_np=1)
+    workers = [member(0, "a"), member(1, "b", joined=2)]
+    view = running(*workers, hosts={"b": 1}, number=2, is_formed=False)
+    assert make_plan(view, limits) == ElasticPlan()
+    begun = moment(view, last_formed=1)  # the first generation was only late to say so
+    assert make_plan(begun, limits) == ElasticPlan()
+    only_oldest = make_plan(moment(view, hosts={"a": 1}), limits).proposal
+    assert only_oldest is not None
+    assert [worker.number for worker in only_oldest.members] == [0]
+
+
 # -- whatever happens ----------------------------------------------------------------------------
 
 HOSTS = ("a", "b", "c")

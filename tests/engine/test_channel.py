@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from hypothesis import strategies as st
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
+from horovod.engine.agreement.request_queue import RequestQueue
+from horovod.engine.agreement.waiters import Waiters
+from horovod.engine.channel import Channel
 from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
@@ -264,3 +269,35 @@ def shut_down_early(rank: int, size: int) -> str:
 
 def test_waiting_for_a_rank_that_shut_down_is_an_error_naming_it() -> None:
     assert "rank 0 has shut down" in run_ranks(shut_down_early, 2)[1]
+
+
+class _ClosingChannel(Channel):
+    """A channel that another thread has closed, and whose requests that thread fails a bit later.
+
+    It tells the other ranks of the failure in between, which may take seconds.
+    """
+
+    def __init__(self) -> None:
+        self.driving = threading.Lock()
+        self.waiters = Waiters()
+        self.queue = RequestQueue()
+        self.observer: Any = SimpleNamespace(
+            waiting=lambda request: nullcontext(), waited_for=lambda request, began: None
+        )
+        self.num_rounds = 0
+        self.queue.close(HorovodInternalError("rank 1 is lost"))
+
+    def _guarded_round(self) -> None:
+        self.num_rounds += 1
+        assert self.num_rounds == 1, "the thread does not sleep"
+
+    def wait_beside(self, request: Request, seconds: float) -> None:
+        assert self.failure is not None
+        request.fail(self.failure)
+
+
+def test_a_thread_whose_request_another_one_fails_sleeps_until_then() -> None:
+    channel = _ClosingChannel()
+    request = Request(channel, allreduce("a"), "a", b"")
+    with pytest.raises(HorovodInternalError, match="rank 1 is lost"):
+        request.wait()

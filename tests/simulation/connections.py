@@ -110,7 +110,8 @@ class Selector:
             ready = self._find_ready()
             left = None if deadline is None else deadline - world.now
             if ready or (left is not None and left <= 0):
-                world.random.shuffle(ready)
+                if len(ready) > 1:
+                    world.random.shuffle(ready)
                 return ready
             self._task = world.running()
             world.park("something to do", left)
@@ -168,7 +169,8 @@ class Poll:
                         ready.append((fd, events))
             left = None if deadline is None else deadline - world.now
             if ready or (left is not None and left <= 0):
-                world.random.shuffle(ready)
+                if len(ready) > 1:
+                    world.random.shuffle(ready)
                 return ready
             task = world.running()
             for sock, wanted in watched.items():

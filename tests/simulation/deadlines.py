@@ -5,7 +5,8 @@
 - a job begins with all the workers that it was offered, also if some hosts answer late;
 - workers come to a decision within a step, or by their next commit if nobody was lost: at once
   after their generation has broken, and meet at once when the last of them has come;
-- a stopped worker is given up `Limits.answer_timeout` seconds after a decision that it misses;
+- a stopped worker is given up `Limits.answer_timeout` seconds after a decision that it misses, and
+  no worker is given up for want of an answer before it has been in the job for as long;
 - a worker that cannot reach the launcher has ended after a minute, and none that has trained ends
   for that reason whose launcher is within reach;
 - a worker that is lost after its training fails the job, and is named.
@@ -31,6 +32,7 @@ _MOMENT = 0.5
 _ANSWER_SECONDS = (
     40.0  # until a stopped worker is killed: 30 s, and the launcher's word to its host
 )
+_FEWEST_ANSWER_SECONDS = 29.0
 _OUT_OF_REACH_SECONDS = 60.0
 _AFTERMATH = 15.0  # seconds after a fault of the network in which connections are still made anew
 
@@ -58,6 +60,7 @@ class Deadlines:
         self._within_reach: dict[str, float] = {}  # when each host reaches the launcher again
         self._stopped_at = 0.0  # when a worker was stopped for the last time
         self._decided: dict[int, set[str]] = {}  # the workers of each decision
+        self._joined: dict[str, float] = {}  # when a worker's first decision was made
         self._formed: set[str] = set()  # those who have met last
         self._has_started = False
         self._has_ended = False
@@ -72,7 +75,7 @@ class Deadlines:
         """Take a fault, which begins now."""
         now = self._cluster.world.now
         self._faults.append(fault)
-        if fault.kind.startswith("stop worker"):
+        if fault.kind.startswith("stop"):
             self._stopped_at = now + fault.seconds
         if fault.kind.startswith(("cut", "slow")) or fault.kind == "connections break":
             end = now + fault.seconds + _AFTERMATH
@@ -99,10 +102,17 @@ class Deadlines:
             self._take_formed(details["decision"])
         elif event == "done":
             self._done.add(worker)
-        elif event == "failed" and worker in self._done:
-            self._lost_after_training.append(worker)
+        elif event == "failed":
+            self._take_failure(details["worker"], details["how"])
         elif event == "end":
             self._has_ended = True
+
+    def _take_failure(self, worker: str, how: str) -> None:
+        if worker in self._done:
+            self._lost_after_training.append(worker)
+        seconds = self._cluster.world.now - self._joined.get(worker, 0.0)
+        if how.startswith("did not react") and seconds < _FEWEST_ANSWER_SECONDS:
+            self._cluster.breach(f"{worker} is given up {seconds:.1f} s after it has joined: {how}")
 
     # -- changes ------------------------------------------------------------------------------
 
@@ -129,6 +139,8 @@ class Deadlines:
             count = len(cluster.moments)
             self._change = _Change(details["number"], now, seconds, count, workers, {})
         self._decided[details["number"]] = set(details["workers"])
+        for name in details["workers"]:
+            self._joined.setdefault(name, now)
         if not details["too_few"]:
             self._waiting_since = None
         elif self._waiting_since is None:

@@ -42,7 +42,15 @@ from tests.simulation.disk import Disk
 from tests.simulation.hand_over import HandOver
 from tests.simulation.modules import Patches, library
 from tests.simulation.network import Network
-from tests.simulation.plan import AGENT_KINDS, EVERYWHERE, HAND_OVER, Fault, Plan, Result
+from tests.simulation.plan import (
+    AGENT_KINDS,
+    EVERYWHERE,
+    HAND_OVER,
+    STOP_WHEN_READY,
+    Fault,
+    Plan,
+    Result,
+)
 from tests.simulation.processes import Host, Process
 from tests.simulation.programs import DriverTools, Tools, start_program
 from tests.simulation.world import World
@@ -94,10 +102,13 @@ class Cluster:
         self.hanging: list[Process] = []  # stopped for good, or their program
         self._unheard: list[Process] = []  # agents that were stopped before their first word
         self._told: set[str] = set()  # workers that were told to leave, and do so even if last
+        self._given_up: set[str] = set()  # workers that are lost, as the launcher says
+        self._stops: list[Fault] = []  # of workers that will be ready
         self.trained: set[str] = set()  # workers that have been in a generation
         self.moments: list[tuple[str, str]] = []
         self.decisions: list[str] = []
         self._holders: dict[int, set[str]] = {}  # who has had the state of a commit, by step
+        self._losses: list[tuple[str, list[Process]]] = []  # who began behind whose state
         self._values: dict[tuple[str, str, int], Any] = {}
         self._newest_commit = 0  # the newest decision in whose generation something was committed
         self.commits: dict[str, int] = {}  # the last announced step, by worker
@@ -162,6 +173,8 @@ class Cluster:
         elif self.status != 0 and not self.finished and not self._may_end_so():
             self.breach(f"the job failed with status {self.status}: {self.ending!r}")
         self.deadlines.check_end(self.status, self.ending)
+        for loss in self._losses:
+            self._check_loss(*loss)
         if len({json.dumps(each) for each in self.finished.values()}) > 1:
             self.breach(f"workers finished with different models: {self.finished}")
         if any(epoch != self.plan.epochs for epoch, *_ in self.finished.values()):
@@ -203,6 +216,8 @@ class Cluster:
                 self._tell_to_leave(self.workers[name])
         elif fault.kind == HAND_OVER:
             self.hand_over.arm(fault)
+        elif fault.kind == STOP_WHEN_READY:
+            self._stops.append(fault)
         elif fault.kind == "connections break":
             network.break_connections(self.hosts[host])
         elif fault.kind in AGENT_KINDS:
@@ -213,8 +228,7 @@ class Cluster:
             if fault.kind == "kill worker":
                 worker.signal(signal.SIGKILL)
             elif fault.kind == "stop worker":
-                worker.signal(signal.SIGSTOP)
-                later(fault.seconds, lambda: worker.signal(signal.SIGCONT))
+                self._stop(worker, fault)
             elif fault.kind != "tell worker to leave":
                 self._let_hang(worker, fault.kind)
             else:
@@ -258,6 +272,11 @@ class Cluster:
         for agent in self._unheard:
             for process in list(agent.host.processes):
                 process.signal(signal.SIGKILL)
+
+    def _stop(self, worker: Process, fault: Fault) -> None:
+        """Stop a worker for a while."""
+        worker.signal(signal.SIGSTOP)
+        self.world.later(fault.seconds, lambda: worker.signal(signal.SIGCONT))
 
     def _tell_to_leave(self, worker: Process) -> None:
         self._told.add(worker.name)
@@ -322,6 +341,10 @@ class Cluster:
             self.decisions.append(details["kind"] + " (too few)" * details["too_few"])
         elif event == "formed":
             self._phase = "training"
+        elif event == "failed":
+            self._given_up.add(details["worker"])
+        elif event == "ready" and self._stops:
+            self._stop(self.workers[details["worker"]], self._stops.pop(0))
         elif event in ("done", "end"):
             self._phase = "ending"
             for worker in self.hanging:
@@ -371,13 +394,19 @@ class Cluster:
         self.hand_over.take_begin(self.workers[worker])
         self._holders.setdefault(step, set()).add(worker)
         newest = max(self._holders)
-        holders = [self.workers[name] for name in sorted(self._holders[newest])]
-        went = [holder.code == 0 and holder.name not in self._told for holder in holders]
-        if step < newest and all(went):
-            names = ", ".join(holder.name for holder in holders)
-            self.breach(f"{worker} begins at step {step}: {names} left with step {newest}")
         if step < newest:  # it is lost
+            holders = [self.workers[name] for name in sorted(self._holders[newest])]
+            begin = f"{worker} begins at step {step}, and step {newest}"
+            self._check_loss(begin, holders)
+            self._losses.append((begin, holders))  # some may live, and leave later
             self._holders = {at: who for at, who in self._holders.items() if at <= step}
+
+    def _check_loss(self, begin: str, holders: list[Process]) -> None:
+        """Check that not all workers that had a state have left in order, by themselves."""
+        excused = self._told | self._given_up
+        if all(holder.code == 0 and holder.name not in excused for holder in holders):
+            names = ", ".join(holder.name for holder in holders)
+            self.breach(f"{begin} was the state of {names}, which ended in order")
 
 
 class WorkerTools(Tools):

@@ -89,11 +89,11 @@ class Library:
             "open": functools.partial(open_file, self),
         }
         self._codes: dict[str, Any] = {}
-        self._owner: Process | None = None  # whose variables are in the modules now
+        self.owner: Any = None  # the process whose variables are in the modules now
 
     def begin(self, world: World) -> None:
         """Forget the processes of earlier jobs."""
-        self.world, self._owner = world, None
+        self.world, self.owner = world, None
         for function in self._caches:
             function.cache_clear()
 
@@ -106,7 +106,7 @@ class Library:
 
     def enter(self, process: Process) -> None:
         """Put the variables of a process, which runs now, into the modules."""
-        owner = self._owner
+        owner = self.owner
         if owner is process:
             return
         count = len(self._variables)
@@ -116,7 +116,7 @@ class Library:
                 known += [variable.get() for variable in self._variables[len(known) :]]
             for index, values, name in self._rebound:
                 known[index] = values[name]
-        self._owner, self.system = process, process.system
+        self.owner, self.system = process, process.system
         known = process.variables
         if len(known) < count:
             known += [variable.renew() for variable in self._variables[len(known) :]]
@@ -239,12 +239,23 @@ class _Replaced:
         self._modules = modules
         self._name = name
         self._real = None if name == "simulated" else importlib.import_module(name)
+        self._own: set[str] = set()  # names that mean another object in every process
+        if name == "time":  # asked for ten thousand times in a job
+            self.monotonic = self._monotonic
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._modules.system[self._name], name)
-        if value is getattr(self._real, name, self):  # not simulated, so all processes share it
-            setattr(self, name, value)
+        if name not in self._own:
+            if value is getattr(self._real, name, self):  # not simulated: all processes share it
+                setattr(self, name, value)
+            else:
+                self._own.add(name)
         return value
+
+    def _monotonic(self) -> float:
+        """Do what `Time.monotonic` of the process that runs now does."""
+        modules = self._modules
+        return modules.world.now + modules.owner.host.boot_offset
 
 
 class _Logging(ModuleType):

@@ -124,6 +124,21 @@ MUTANTS = (
         "()",
     ),
     Mutant(
+        "two broken connections within one wait count as the loss of the driver",
+        "past",
+        _MEMBERSHIP,
+        "                self.store.try_get(LATEST)\n",
+        "                self.store.get(decision_key(self.newest.number + 1), _WATCH_SLICE)\n"
+        "            except TimeoutError:\n                continue\n",
+    ),
+    Mutant(
+        "a worker is given up because of a decision from before it joined",
+        "past",
+        "horovod.runner.elastic.job_state",
+        "if p.joined is not None and p.joined <= number]",
+        "if p.joined is not None]",
+    ),
+    Mutant(
         "a worker that loses the store while it meets others ends with an error",
         "past",
         _MEMBERSHIP,
@@ -155,15 +170,22 @@ MUTANTS = (
         "those who have the state leave before others have it",
         "past",
         _POLICY,
-        "    if stay and (not holders or any(worker in stay for worker in holders)):",
+        "    if any(worker in stay for worker in holders):",
         "    if stay:",
     ),
     Mutant(
         "workers of a decision that never formed count as having the state",
         "past",
         _POLICY,
-        "    if stay and (not holders or any(worker in stay for worker in holders)):",
+        "    if any(worker in stay for worker in holders):",
         "    if any(state.is_formed or worker.joined != state.number for worker in stay):",
+    ),
+    Mutant(
+        "those who may just form the first generation leave before it has formed",
+        "past",
+        _POLICY,
+        " if state.has_state(worker)] or oldest\n",
+        " if state.has_state(worker)] or members\n",
     ),
     Mutant(
         "a decision does not wake those who wait for it",
@@ -333,8 +355,9 @@ MUTANTS = (
         "a lost driver is not noticed by its workers",
         "new",
         _MEMBERSHIP,
-        "                    self._lose_driver(error)\n",
-        "",
+        "                if not self._finished:\n                    self._lose_driver(error)\n"
+        "                return\n",
+        "                if self._finished:\n                    return\n",
     ),
     Mutant(
         "the job ends when its discovery fails once",

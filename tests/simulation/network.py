@@ -108,10 +108,12 @@ class Network:
 
     def delay(self, source: Host, target: Host) -> float:
         """Return the seconds that some bytes take."""
+        draw = self.world.random.random
         if source is target:
-            return self.world.random.uniform(1e-5, 1e-4)
-        slow = self._slow.get(source.name, 0.0) + self._slow.get(target.name, 0.0)
-        return self.world.random.uniform(1e-4, 2e-3) + slow * self.world.random.random()
+            return 1e-5 + (1e-4 - 1e-5) * draw()
+        slow = self._slow
+        more = slow.get(source.name, 0.0) + slow.get(target.name, 0.0) if slow else 0.0
+        return 1e-4 + (2e-3 - 1e-4) * draw() + more * draw()
 
     def wait_for_link(self, deliver: Callable[[], None]) -> None:
         self._held.append(deliver)
@@ -374,8 +376,9 @@ class Socket:
             for task in [task for task, events in self._waiting.items() if events & found]:
                 del self._waiting[task]
                 self.process.world.wake(task)
-        for selector in self.selectors:
-            selector.notice(self._fd)
+        if self.selectors:
+            for selector in self.selectors:
+                selector.notice(self._fd)
 
     def _check_open(self) -> None:
         self.process.world.running()

@@ -44,6 +44,12 @@ KINDS = (
 AGENT_KINDS = ("kill agent", "stop agent", "stop agent for good")
 """What goes wrong with the agent of a host that lives: in jobs with fixed ranks, and on request."""
 
+STOP_WHEN_READY = "stop the next worker that is ready"
+"""A kind of fault of jobs made for it: the next new worker stops when the launcher knows of it.
+
+It has said that it is ready, and has not read a decision yet.
+"""
+
 EVERYWHERE = "power loss everywhere"
 """A kind of fault that only jobs with commits on disk have: all workers are lost.
 

@@ -44,6 +44,9 @@ class Environ(MutableMapping[str, str]):
     def __getitem__(self, name: str) -> str:
         return self._values[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._values.get(name, default)  # without the detour by an exception
+
     def __setitem__(self, name: str, value: str) -> None:
         self._values[name] = value
 

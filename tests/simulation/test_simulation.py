@@ -19,7 +19,14 @@ from tests.simulation.coverage import Coverage
 from tests.simulation.job import shortest, simulate
 from tests.simulation.modules import parse
 from tests.simulation.mutants import MUTANTS
-from tests.simulation.plan import EVERYWHERE, HAND_OVER, Fault, Plan, Result
+from tests.simulation.plan import (
+    EVERYWHERE,
+    HAND_OVER,
+    STOP_WHEN_READY,
+    Fault,
+    Plan,
+    Result,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +43,22 @@ HANGING = Plan(
     faults=(Fault("worker's program hangs", 8.0, 0.0, 1),),
     elastic_timeout=60.0,
     stall_shutdown=61.0,
+)
+
+MANY_DECISIONS = Plan(
+    5,
+    3,
+    1,
+    1,
+    samples=90,
+    pace=2.0,
+    commit_every=2,
+    batch=2,
+    faults=(
+        *(Fault("slow network", 4.0, 300.0, number) for number in range(3)),
+        Fault("discovery lies", 6.0, 100.0, 0),
+        *(Fault("kill worker", 8.0 + 4 * number, 0.0, number) for number in range(12)),
+    ),
 )
 
 FOUND = {
@@ -67,22 +90,59 @@ FOUND = {
         ),
         batch=2,
     ),
-    "every decision gives workers whose program hangs more time": HANGING,
-    "a generation does not count as formed if the next decision was made meanwhile": Plan(
-        6,
+    "those who have the state leave before others have it": Plan(
+        0,
+        2,
+        1,
+        1,
+        samples=60,
+        pace=2.0,
+        commit_every=10,
+        faults=(
+            Fault("host is not offered", 6.0, 22.0, 1),  # its next worker joins after a commit
+            Fault("host is not offered", 36.0, 60.0, 0),  # and the other is to leave before one
+        ),
+    ),
+    "workers that lost their slot before they learned of it wait for ever": Plan(
+        0,
         3,
         1,
         1,
         samples=90,
         pace=2.0,
         commit_every=2,
-        batch=2,
+        elastic_timeout=60.0,
         faults=(
-            *(Fault("slow network", 4.0, 300.0, number) for number in range(3)),
-            Fault("discovery lies", 6.0, 100.0, 0),
-            *(Fault("kill worker", 8.0 + 4 * number, 0.0, number) for number in range(12)),
+            Fault("host is not offered", 10.0, 10.0, 2),
+            Fault(STOP_WHEN_READY, 19.0, 12.0, 0),  # the next worker of that host
+            Fault("host is not offered", 27.0, 60.0, 2),  # after it has joined
+            Fault("kill worker", 45.0, 0.0, 0),  # a decision of which it hears
         ),
     ),
+    "a worker is given up because of a decision from before it joined": Plan(
+        0,
+        2,
+        1,
+        1,
+        samples=60,
+        pace=2.0,
+        commit_every=2,
+        faults=(
+            Fault("kill worker", 20.0, 0.0, 1),
+            Fault(STOP_WHEN_READY, 20.0, 20.0, 0),
+        ),
+    ),
+    "two broken connections within one wait count as the loss of the driver": replace(
+        CALM,
+        seed=0,
+        samples=60,
+        faults=(
+            Fault("connections break", 6.0, 0.0, 0),
+            Fault("connections break", 9.0, 0.0, 0),
+        ),
+    ),
+    "every decision gives workers whose program hangs more time": HANGING,
+    "those who may just form the first generation leave before it has formed": MANY_DECISIONS,
     "rank 0 gives its state to all, whoever has the newest": replace(
         CALM,
         seed=0,

@@ -96,9 +96,10 @@ class World:
     def run(self, is_over: Callable[[], bool], limit: float) -> bool:
         """Let things happen until `is_over`; return False if nothing can, or time is up."""
         end = self.now + limit
+        timers, draw_bits = self._timers, self.random.getrandbits
         while not is_over():
-            if self._timers and self._timers[0][0] <= self.now:
-                heapq.heappop(self._timers)[2]()
+            if timers and timers[0][0] <= self.now:
+                heapq.heappop(timers)[2]()
                 continue
             candidates = self._runnable
             if self.has_stopped:
@@ -108,11 +109,15 @@ class World:
                     if not task.process.is_stopped and not task.is_frozen
                 ]
             if candidates:
-                task = candidates[self.random.randrange(len(candidates))]
+                count = len(candidates)
+                index = draw_bits(count.bit_length())  # `randrange`, in half of its time
+                while index >= count:
+                    index = draw_bits(count.bit_length())
+                task = candidates[index]
                 self._runnable.remove(task)
                 self._switch_to(task)
-            elif self._timers and self._timers[0][0] <= end:
-                self.now = max(self.now, self._timers[0][0])
+            elif timers and timers[0][0] <= end:
+                self.now = max(self.now, timers[0][0])
                 self._switches_before = self.switches
             else:
                 return False
@@ -173,7 +178,9 @@ class World:
 
     def pause(self) -> None:
         """Perhaps let another thread go first."""
-        task = self.running()
+        task = self.current
+        if task is None or task.process.is_gone:
+            task = self.running()
         self._pauses += 1
         if self._pauses > _MOST_PAUSES or (
             self._preemption and self.random.random() < self._preemption

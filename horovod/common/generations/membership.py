@@ -256,22 +256,25 @@ class Membership:
 
     def _watch(self) -> None:
         """Wait for one decision after the other, until the driver is gone."""
-        failures = 0
         while True:
             try:
                 content = self.store.get(decision_key(self.newest.number + 1), _WATCH_SLICE)
             except TimeoutError:
-                failures = 0
-            except OSError as error:
-                failures += 1
+                continue
+            except OSError:
                 if self._finished:
                     return
-                if failures > 1:  # the first may be a broken connection, which is opened again
-                    self._lose_driver(error)
-                    return
             else:
-                failures = 0
                 self._note(Decision.decode(content))
+                continue
+            # Perhaps only the connection is broken. This request opens another one and is answered
+            # at once, so that the next broken connection is not taken for the same failure.
+            try:
+                self.store.try_get(LATEST)
+            except OSError as error:
+                if not self._finished:
+                    self._lose_driver(error)
+                return
 
     def _note(self, decision: Decision) -> None:
         """Take a decision, and break the generation if one of its workers is gone."""

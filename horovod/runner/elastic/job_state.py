@@ -194,8 +194,12 @@ class JobState:
         return process.joined is not None and (self.is_formed or process.joined <= self.last_formed)
 
     def unresponsive_workers(self, number: int) -> list[Process]:
-        """Return the workers that do not know decision `number` yet; after a time they hang."""
-        told = [p for p in self.alive.values() if p.joined is not None and not p.is_ending]
+        """Return the workers that do not know decision `number` yet; after a time they hang.
+
+        A worker that joined by a later decision need not know this one.
+        """
+        joined = [p for p in self.alive.values() if p.joined is not None and p.joined <= number]
+        told = [p for p in joined if not p.is_ending]
         return [p for p in told if max(p.heard, p.entered[0]) < number]
 
     def unaware_workers(self) -> list[Process]:
