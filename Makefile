@@ -72,7 +72,7 @@ PARTS := clusters core tensorflow programs jax lightning mxnet
 
 test:
 	-@$(MAKE) environments
-	@$(MAKE) --output-sync=line -j2 $(PARTS:%=part-%)
+	@$(MAKE) --no-print-directory --output-sync=line -j2 $(PARTS:%=part-%)
 
 part-%:
 	@$(MAKE) test-$*

@@ -55,6 +55,7 @@ from horovod.runner.agents.agent_streams import (
 )
 from horovod.runner.agents.bootstrap import load_modules
 from horovod.runner.agents.local_host import (
+    WorkerProcess,
     become_subreaper,
     end_leftovers,
     find_descendants,
@@ -88,18 +89,6 @@ KILL_WAIT = 10.0
 """Seconds to wait for killed processes; one may hang in the kernel."""
 
 _RESET_SIGNALS = [getattr(signal, name) for name in ("SIGPIPE", "SIGXFSZ") if hasattr(signal, name)]
-
-
-class WorkerProcess:
-    """One worker. It is kept after its end, because processes that it started may live on."""
-
-    def __init__(self, number: int, pid: int) -> None:
-        self.number = number
-        self.pid = pid  # it leads a session and a process group
-        self.running = True
-        self.deadline: float | None = None
-        self.killing = False
-        self.input: WorkerInput | None = None
 
 
 class Agent:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable
     from typing import Any
 
+    from horovod.runner.agents.agent_streams import WorkerInput
+
 _NODES = "/sys/devices/system/node"
 _CGROUPS = "/sys/fs/cgroup"
 _PR_SET_CHILD_SUBREAPER = 36
@@ -24,6 +26,18 @@ _LOOK_SECONDS = 0.05
 
 AGENT_NAME = "horovodrun-agent"
 """The last word of an agent's command line."""
+
+
+class WorkerProcess:
+    """One worker. It is kept after its end, because processes that it started may live on."""
+
+    def __init__(self, number: int, pid: int) -> None:
+        self.number = number
+        self.pid = pid  # it leads a session and a process group
+        self.running = True
+        self.deadline: float | None = None
+        self.killing = False
+        self.input: WorkerInput | None = None
 
 
 def usable_cores(folder: str = _CGROUPS, process: str = "/proc/self/cgroup") -> int:
