@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from horovod.common.wire import encode_key, new_key
@@ -197,3 +199,25 @@ def test_a_command_that_passes_no_input_on_is_explained():
     assert done.returncode == 1
     assert "cannot start on pod-0" in done.stderr
     assert "does not pass its stdin on" in done.stderr
+
+
+KILL_THE_AGENT = """
+import os, pathlib, signal, sys, time
+if os.environ["HOROVOD_RANK"] == "1":
+    pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+def test_what_an_agent_that_was_killed_has_left_is_ended(tmp_path: Path):
+    """Its host lives, and with it the workers. A second agent ends them."""
+    pid = tmp_path / "pid"
+    done = run_python(
+        *(2, KILL_THE_AGENT, str(pid)),
+        options=["-H", "pod-0:1,pod-1:1", "--start-command", "env HOST={host}"],
+    )
+    assert done.returncode != 0
+    assert "pod-1 (rank 1) lost" in done.stderr
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE
