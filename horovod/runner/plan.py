@@ -42,6 +42,10 @@ class PlannedJob:
         rounds = 1 if self.hosts <= FEW_HOSTS else math.ceil(math.log2(self.hosts))
         return 2 * rounds * self.link.latency + part * self.sent(bits) / self.link.bandwidth
 
+    def agreement(self) -> float:
+        """Return the seconds in which the hosts agree to begin an exchange."""
+        return math.ceil(math.log2(self.hosts)) * self.link.latency
+
     def sent(self, bits: int) -> float:
         """Return the bytes that leave each host in an allreduce of the whole model."""
         return 2 * (self.hosts - 1) / self.hosts * self.parameters * bits / 8
@@ -59,13 +63,14 @@ class Way:
     def delay(self, job: PlannedJob) -> int:
         """Return the steps that a fragment travels beside training.
 
-        They are as many as the link needs and half as many again, and at least two. A fragment is
-        there before the next one is sent: with more delay they would share the link.
+        They are as many as agreeing and the link need and half as many again, and at least two. A
+        fragment is there before the next one is sent: with more delay they would share the link.
         """
         if self.fragments == 1:
             return 0
         longest = self.local_steps // self.fragments - 1
-        needed = SLACK * job.exchange(self.bits, 1 / self.fragments) / job.step
+        seconds = job.agreement() + job.exchange(self.bits, 1 / self.fragments)
+        needed = SLACK * seconds / job.step
         return math.ceil(min(max(needed, 2), longest))
 
     def arguments(self, job: PlannedJob) -> str:
