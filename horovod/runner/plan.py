@@ -15,6 +15,7 @@ from dataclasses import dataclass
 GOOD = 0.95  # of the speed without communication: what is recommended reaches it if anything does
 FORWARD = 1 / 3  # of a step, in which nothing is sent: backward takes twice as long
 FEW_HOSTS = 8  # up to which everybody exchanges parts with everybody at once
+FIRST_BURST = 10 * 1460  # bytes that TCP sends at first, after a pause
 SLACK = 1.5  # how much longer than computed a fragment may travel before a step waits for it
 
 
@@ -46,6 +47,17 @@ class PlannedJob:
         """Return the seconds in which the hosts agree to begin an exchange."""
         return math.ceil(math.log2(self.hosts)) * self.link.latency
 
+    def slow_start(self, bits: int, part: float) -> float:
+        """Return the seconds that a connection which was idle needs to get to its full speed.
+
+        TCP then begins with a few segments, and sends twice as many after each round trip, until
+        the link is full or all is sent.
+        """
+        round_trip = 2 * self.link.latency
+        share = part * self.parameters * bits / 8 / self.hosts
+        burst = min(share, round_trip * self.link.bandwidth)
+        return round_trip * max(0, math.ceil(math.log2(max(burst, 1) / FIRST_BURST)))
+
     def sent(self, bits: int) -> float:
         """Return the bytes that leave each host in an allreduce of the whole model."""
         return 2 * (self.hosts - 1) / self.hosts * self.parameters * bits / 8
@@ -63,13 +75,15 @@ class Way:
     def delay(self, job: PlannedJob) -> int:
         """Return the steps that a fragment travels beside training.
 
-        They are as many as agreeing and the link need and half as many again, and at least two. A
-        fragment is there before the next one is sent: with more delay they would share the link.
+        They are as many as agreeing, TCP's slow start and the link need and half as many again,
+        and at least two. A fragment is there before the next one is sent: with more delay they
+        would share the link.
         """
         if self.fragments == 1:
             return 0
         longest = self.local_steps // self.fragments - 1
-        seconds = job.agreement() + job.exchange(self.bits, 1 / self.fragments)
+        part = 1 / self.fragments
+        seconds = job.agreement() + job.slow_start(self.bits, part) + job.exchange(self.bits, part)
         needed = SLACK * seconds / job.step
         return math.ceil(min(max(needed, 2), longest))
 
