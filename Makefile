@@ -41,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help train test test-long test-core test-programs test-lightning test-tensorflow test-jax
 .PHONY: test-clusters test-spark test-ray test-mxnet test-versions test-newest test-gpu simulate simulate-mutants
-.PHONY: environments lint docs bench clean
+.PHONY: lint docs bench clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p; t; q' Makefile
@@ -65,17 +65,7 @@ README.md has the lines that a script of yours needs, examples/README.md other f
 endef
 export NEXT_STEPS
 
-# Two parts at a time, and the next one when either has ended. Spark and Ray, which wait most of the
-# time, are the first: what computes uses the cores beside them. Every part is a make of its own, so
-# that nothing comes between it and what it needs. A part says itself that it could not be installed.
-PARTS := clusters core tensorflow programs jax lightning mxnet
-
-test:
-	-@$(MAKE) environments
-	@$(MAKE) --no-print-directory --output-sync=line -j2 $(PARTS:%=part-%)
-
-part-%:
-	@$(MAKE) test-$*
+test: test-core test-programs test-lightning test-tensorflow test-jax test-clusters test-mxnet
 
 # Each of them has one process, which waits for its cluster most of the time.
 test-clusters: $(VENV)-frameworks/.installed
@@ -132,7 +122,6 @@ MX_WHY    := $(if $(filter x86_64,$(shell uname -m)),$(if $(MX_PYTHON),,there is
 ifeq ($(strip $(MX_WHY)),)
 test-mxnet: $(VENV)-mxnet/.installed
 	$(VENV)-mxnet/bin/python -m pytest $(PYTEST) tests/mxnet tests/bindings
-environments: $(VENV)-mxnet/.installed
 else
 test-mxnet:
 	@echo "test-mxnet skipped: $(strip $(MX_WHY))"
@@ -163,9 +152,6 @@ bench: $(VENV)/.bench
 clean:
 	rm -rf $(VENV) $(VENV)-frameworks $(VENV)-docs $(VENV)-mpich $(VENV)-mxnet $(VENV)-newest $(VENV)-torch-* build dist *.egg-info
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
-
-# All that `make test` needs, before it runs two parts at a time that may need the same.
-environments: $(VENV)/.test $(VENV)-mpich/.installed $(VENV)-frameworks/.installed
 
 # One stamp for each set of extras; a changed requirement installs again. pip lists a hundred lines
 # that nobody reads: one says what it does, and what went wrong is shown.
