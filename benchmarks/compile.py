@@ -12,6 +12,8 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
@@ -47,8 +49,9 @@ without communication, each under torch.compile and as it is, on ranks of this m
 allreduce of 4 bytes in compiled code to the same call outside of it, and how many graphs
 torch.compile makes of a step, with Horovod and without.
 
-All contenders live in the same processes and take turns. Ratios are of turns that follow each
-other: the median, with the interval that has it 19 times out of 20.
+Each library has processes of its own, as when you run it, in which the compiled and the eager step
+live; all take turns. Ratios are of turns that follow each other: the median, with the interval that
+has it 19 times out of 20.
 """
 
 
@@ -84,15 +87,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def commands(model: str, options: argparse.Namespace, gpus: Gpus, operator: bool) -> Commands:
-    """Return the ranks of one job."""
+def commands(
+    library: str, model: str, options: argparse.Namespace, gpus: Gpus, operator: bool
+) -> Commands:
+    """Return the ranks of one library's job."""
     is_timed = not (options.only_graphs or options.only_operator)
     plan = {
+        "library": library,
         "model": model,
         "device": options.device,
         "compiled": options.compiled,
-        "contenders": CONTENDERS if is_timed else [],
-        "operator": operator,
+        "contenders": [library, f"{library} eager"] if is_timed else [],
+        "operator": operator and library == "ours",
     }
     program = [sys.executable, "-m", "benchmarks.compile_rank", json.dumps(plan)]
     heap = heap_variables("ours", same_heap=True)
@@ -102,10 +108,38 @@ def commands(model: str, options: argparse.Namespace, gpus: Gpus, operator: bool
     ]
 
 
+@contextmanager
+def jobs_of(
+    libraries: list[str],
+    model: str,
+    options: argparse.Namespace,
+    gpus: Gpus,
+    operator: bool,
+    folder: str,
+) -> Iterator[dict[str, Group]]:
+    """Start a job for each library, side by side, and end them with the block."""
+    with ExitStack() as running:
+        jobs = {
+            library: running.enter_context(
+                group(
+                    commands(library, model, options, gpus, operator),
+                    Path(folder, f"{model}, {library}"),
+                    ready=False,
+                )
+            )
+            for library in libraries
+        }
+        for job in jobs.values():
+            job.await_ready()
+        yield jobs
+
+
 def turns(
-    ranks: Group, section: str, names: list[str], seconds: float
+    jobs: dict[str, Group], section: str, names: list[str], seconds: float
 ) -> tuple[Samples, dict[str, float]]:
-    """Let contenders take turns on all ranks.
+    """Let contenders take turns, each on all ranks of its library's job.
+
+    The operators are in our job.
 
     Returns:
         The times of the slowest rank, and the median of the processor time of an average rank.
@@ -114,7 +148,8 @@ def turns(
 
     def turn(name: str) -> float:
         start = time.monotonic() + HEAD_START
-        answers = ranks.ask({"section": section, "name": name, "start": start})
+        job = jobs[name.partition(" ")[0] if section == "turn" else "ours"]
+        answers = job.ask({"section": section, "name": name, "start": start})
         used[name].append(mean(processor for _, processor in answers))
         return max(elapsed for elapsed, _ in answers)
 
@@ -197,21 +232,22 @@ def main(arguments: list[str] | None = None) -> int:
         for number, model in enumerate(options.models):
             first = number == 0
             operator = first and not (options.only_graphs or options.only_steps)
-            started = group(commands(model, options, gpus, operator), Path(folder, model))
-            with started as ranks:
-                if not (options.only_graphs or options.only_operator):
+            is_timed = not (options.only_graphs or options.only_operator)
+            libraries = LIBRARIES if is_timed else ["ours"]
+            with jobs_of(libraries, model, options, gpus, operator, folder) as jobs:
+                if is_timed:
                     title = f"{model}, {options.np} ranks, {options.device}, {options.compiled}"
-                    ratio = show_steps(title, *turns(ranks, "turn", CONTENDERS, options.seconds))
+                    ratio = show_steps(title, *turns(jobs, "turn", CONTENDERS, options.seconds))
                     text = f"{model}: {WANTED}x DDP with the same torch.compile"
                     kept.append(Requirement(text, ratio >= WANTED, f"{ratio:.2f}x"))
                 if operator:
-                    samples, _ = turns(ranks, "operator", OPERATORS, options.seconds / 4)
+                    samples, _ = turns(jobs, "operator", OPERATORS, options.seconds / 4)
                     most = show_operator(samples)
                     text = f"the operator takes {MOST:g} microseconds at most beside the eager call"
                     kept.append(Requirement(text, most <= MOST, f"{most:.1f}"))
                 if first and not (options.only_operator or options.only_steps):
                     text = "as many graphs and breaks as with torch alone"
-                    is_met = show_graphs(ranks)
+                    is_met = show_graphs(jobs["ours"])
                     kept.append(Requirement(text, is_met, "yes" if is_met else "no"))
     met = all_met(kept)
     return 1 if options.check and not met else 0

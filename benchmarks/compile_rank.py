@@ -1,4 +1,4 @@
-"""One rank of benchmarks/compile.py: trains one model in all ways, compiled and not.
+"""One rank of benchmarks/compile.py: trains one model with one library, compiled and not.
 
 Started by `benchmarks.compile` with a plan in JSON as the only argument. An order names a section:
 "turn" takes a turn of one contender, "operator" one of an allreduce of 4 bytes, and "graphs" counts
@@ -157,8 +157,12 @@ def main(plan: dict[str, Any]) -> None:
     if device.type == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    hvd.init()
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", rank=rank, world_size=size)
+    library = plan["library"]
+    if library == "ours":
+        hvd.init()
+    elif library == "ddp":
+        backend = "gloo" if device.type == "cpu" else "nccl"
+        dist.init_process_group(backend, rank=rank, world_size=size)
     workload = WORKLOADS[plan["model"]]
     data = batches(workload, device)
     steps = {
@@ -198,9 +202,11 @@ def main(plan: dict[str, Any]) -> None:
         )
 
     member.obey(obey)
-    dist.barrier()
-    dist.destroy_process_group()
-    hvd.shutdown()
+    if library == "ours":
+        hvd.shutdown()
+    elif library == "ddp":
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

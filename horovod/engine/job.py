@@ -213,7 +213,8 @@ class Job:
             where = "all ranks" if set_id == WORLD else f"process set {set_id}"
             logger.info("%s: CPU tensors through %s (%s)", where, transport.name, reason)
         observer = Observer(set_id, group, self.trace, self.statistics, transport.media)
-        for_device = partial(select.for_device, group, transport)
+        neighbours = select.ranks_of_machine(self.identities, self.topology.rank)
+        for_device = partial(select.for_device, group, transport, neighbours)
         executor = Executor(transport, for_device, observer, hosts)
         return Channel(
             set_id,

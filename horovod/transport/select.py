@@ -48,6 +48,18 @@ def by_host(identities: Sequence[str]) -> list[list[int]]:
     return list(hosts.values())
 
 
+def ranks_of_machine(identities: Sequence[str], rank: int) -> int:
+    """Return how many ranks share the cores of this rank's machine, this one included.
+
+    Args:
+        identities: `host_identity` of each rank. Containers of one machine are different hosts, but
+            have the same kernel.
+        rank: This rank.
+    """
+    kernels = [identity.rsplit("/", 2)[-2:-1] for identity in identities]
+    return kernels.count(kernels[rank])
+
+
 def for_host_memory(group: Group, hosts: Sequence[Sequence[int]]) -> tuple[Transport, str]:
     """Choose and connect the transport for CPU tensors. Collective over the group.
 
@@ -156,12 +168,15 @@ def _mpi(group: Group) -> Transport:
     return MpiTransport(group, communicator_of(group))
 
 
-def for_device(group: Group, host: Transport, device: torch.device, purpose: str = "") -> Transport:
+def for_device(
+    group: Group, host: Transport, neighbours: int, device: torch.device, purpose: str = ""
+) -> Transport:
     """Return the transport for tensors on `device`. Collective over the group.
 
     Args:
         group: The ranks.
         host: Their transport for host memory, which serves where the device's library cannot.
+        neighbours: Number of the job's ranks that share this machine's cores.
         device: The device of this rank.
         purpose: Tells apart several transports of one group, each of which gets a communicator.
     """
@@ -186,6 +201,7 @@ def for_device(group: Group, host: Transport, device: torch.device, purpose: str
             )
         return HostCopyTransport(group, host)
     own = dataclasses.replace(group, store=PrefixStore(group.store, f"{part}{kind.name}/"))
+    kind.prepare_process(neighbours)
     transport = kind(own, device, host)
     if group.rank == 0:
         where = f" ({purpose})" if purpose else ""

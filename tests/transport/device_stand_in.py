@@ -174,4 +174,4 @@ def build(group: Group, host: Transport) -> Transport:
     """What `select.for_device` makes of ranks that have a device each."""
     os.environ["NCCL_HOSTID"] = f"host of rank {group.rank}"
     with in_nccls_place():
-        return select.for_device(group, host, CPU)
+        return select.for_device(group, host, group.size, CPU)

@@ -68,6 +68,14 @@ class DeviceGroup(BreakableTransport):
         if self.size > 1:
             self._watch = DeviceWatch(self)
 
+    @classmethod
+    def prepare_process(cls, neighbours: int) -> None:
+        """Set what the library reads once in a process, before its first connection.
+
+        Args:
+            neighbours: Number of ranks that share this machine's cores.
+        """
+
     def _make_group(self) -> Any:
         """Make torch's process group, which connects with its first collective."""
         kind = getattr(torch.distributed, self.backend, None)

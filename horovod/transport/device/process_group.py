@@ -20,6 +20,7 @@ import torch.distributed
 
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import Group, Transport
+from horovod.transport.device import nccl_sockets
 from horovod.transport.device.device_group import DeviceGroup
 from horovod.transport.division import as_bytes, cut
 
@@ -275,6 +276,10 @@ class NcclTransport(DeviceTransport):
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
         "TORCH_NCCL_PROPAGATE_ERROR": "0",
     }
+
+    @classmethod
+    def prepare_process(cls, neighbours: int) -> None:
+        nccl_sockets.use_spare_cores(neighbours)
 
 
 class XcclTransport(DeviceTransport):
