@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MPS = "nvidia-cuda-mps-control"
 LIMIT = 900.0  # seconds for all tests of a part: without a peer, kernels spin forever
 NO_TESTS = 5  # pytest's exit code where none was chosen
+# JAX takes three quarters of a GPU for itself unless told otherwise: other tests' ranks need some.
+_FRUGAL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 # What the tests of these folders import.
 NEEDED = {
     "jax": ("jax", "optax", "flax"),
@@ -107,7 +109,7 @@ def _run(
         done = subprocess.run(
             [*command, *arguments],
             cwd=ROOT,
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, **_FRUGAL},
             timeout=LIMIT,
             check=False,
         )
