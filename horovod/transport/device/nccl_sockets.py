@@ -41,7 +41,7 @@ def use_spare_cores(neighbours: int) -> bool:
     Returns:
         Whether the variables are set by us, now or before.
     """
-    if all(os.environ.get(name) == value for name, value in _chosen.items()) and _chosen:
+    if _chosen:
         return True
     cores = len(os.sched_getaffinity(0)) // neighbours
     if cores < CORES or _is_set_by_others() or _has_known_card():
