@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed
@@ -105,8 +105,7 @@ class DeviceTransport(DeviceGroup):
             else:
                 self.mark_stream()
         except BaseException as error:
-            with self._guard():  # turns it into an error that names the lost rank
-                raise error
+            self._raise_explained(error)
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> DeviceWork:
         """Queue the reduction of a flat tensor behind the work in the current stream.
@@ -118,13 +117,28 @@ class DeviceTransport(DeviceGroup):
         Returns:
             The reduction, for which a stream can wait.
         """
-        with self._guard():
+        self.check_usable()
+        try:
             return DeviceWork(self, self._start(tensor, _OPERATORS[op]))
+        except BaseException as error:
+            self._raise_explained(error)
 
     def wait_for(self, work: Any) -> None:
         """Let the current stream wait for `work`, which torch returned for a collective."""
-        with self._guard():
+        self.check_usable()
+        try:
             work.wait()
+        except BaseException as error:
+            self._raise_explained(error)
+
+    def _raise_explained(self, error: BaseException) -> NoReturn:
+        """Break the transport, and raise the error that names the lost rank.
+
+        For calls of each bucket, where entering `_guard` beforehand would take as long as torch.
+        """
+        with self._guard():
+            raise error
+        raise AssertionError("unreachable: _guard raises")
 
     def _start(self, operand: torch.Tensor, operator: Any) -> Any:
         """Begin an allreduce in the library's own stream, and return torch's work for it."""
