@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +35,7 @@ sys.path.insert(0, str(ROOT))  # test this checkout, whatever else is installed
 
 import psutil  # noqa: E402
 
+from benchmarks.gpus import gpus_for  # noqa: E402
 from benchmarks.processes import environment, processes  # noqa: E402
 
 RANK_PROGRAM = str(ROOT / "benchmarks" / "elastic_chaos_rank.py")
@@ -217,14 +219,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--np", type=int, default=4)
     parser.add_argument("--pause", type=float, default=1.5, help="mean seconds between faults")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(cpu)")
+    parser.add_argument(
+        "--seconds", type=float, default=inf, help="no further faults after (never)"
+    )
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
+    # Without MPS, under which a process that is killed may take others along.
+    with tempfile.TemporaryDirectory() as place, gpus_for(args.device, args.np, False) as gpus:
         folder = Path(place)
         status, stop = folder / "status", folder / "stop"
         command = [sys.executable, "-m", "horovod.runner", "-np", "2", "--min-np", "2"]
         command += ["--max-np", str(args.np), "-H", f"localhost:{args.np}"]
         command += ["--max-worker-failures", "1000000", "--status-file", str(status)]
         command += [sys.executable, RANK_PROGRAM, str(folder)]
+        if args.device == "cuda":
+            command += ["cuda", "shared"] if gpus.are_shared(args.np) else ["cuda"]
         job, started = Job(status), time.monotonic()
         with (
             (folder / "log").open("w") as log,
@@ -232,7 +241,8 @@ def main() -> int:
         ):
             chaos = Chaos(folder, job, lambda: process.poll() is None)
             for fault in draw(args.seed, args.pause):
-                if process.poll() is not None or chaos.count >= args.faults - 1:
+                is_over = time.monotonic() > started + args.seconds
+                if process.poll() is not None or chaos.count >= args.faults - 1 or is_over:
                     break
                 chaos.bring(fault)
                 print(

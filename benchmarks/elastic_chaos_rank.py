@@ -1,5 +1,8 @@
 """One rank of benchmarks/elastic_chaos.py: trains until told to stop, keeping account of samples.
 
+``python elastic_chaos_rank.py FOLDER [cuda [shared]]``. On cuda the pictures are made up; ranks
+that have a GPU `shared` each pose as NCCL's only one on a host.
+
 Which samples an epoch has seen is part of the committed state, as a count for each: so what a
 rollback forgets is forgotten there too, and what is missing at the end of an epoch is missing.
 
@@ -25,11 +28,12 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import horovod.torch as hvd
-from benchmarks.elastic_rank import make_model
+from benchmarks.elastic_rank import load, make_model, make_up
+from benchmarks.gpus import own_nccl_host
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 from horovod.transport import select
 
-FOLDER = Path(sys.argv[1])
+FOLDER, DEVICE_WORDS = Path(sys.argv[1]), sys.argv[2:]
 ORDER = FOLDER / f"order.{os.getpid()}"
 HOLD_SECONDS = 10
 SLOW_SECONDS = 6
@@ -91,21 +95,26 @@ def be_present() -> None:
     signal.signal(signal.SIGUSR1, hold)
 
 
-def load() -> TensorDataset:
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    images = torch.tensor(digits.images / 16.0, dtype=torch.float32).unsqueeze(1)
-    return TensorDataset(images, torch.tensor(digits.target), torch.arange(len(images)))
+def own_device() -> torch.device:
+    """Return the device of this rank, which becomes the current one."""
+    if "cuda" not in DEVICE_WORDS:
+        return torch.device("cpu")
+    device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def main() -> None:
     be_present()
-    data = load()
+    if "shared" in DEVICE_WORDS:
+        os.environ.update(own_nccl_host(f"worker{os.getpid()}"))
+    images, labels = make_up() if "cuda" in DEVICE_WORDS else load()
+    data = TensorDataset(images, labels, torch.arange(len(images)))
     hvd.init()
+    device = own_device()
     sampler = hvd.elastic.ElasticSampler(data)
     loader = DataLoader(data, 16, sampler=sampler)
-    model = make_model()
+    model = make_model().to(device)
     sgd = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
 
@@ -115,7 +124,7 @@ def main() -> None:
             for batch, (images, labels, numbers) in enumerate(loader):
                 pass_through("training")
                 optimizer.zero_grad()
-                F.cross_entropy(model(images), labels).backward()
+                F.cross_entropy(model(images.to(device)), labels.to(device)).backward()
                 optimizer.step()
                 state.sampler.record_batch(batch, len(labels))
                 state.seen = state.seen + torch.bincount(
@@ -148,6 +157,7 @@ def main() -> None:
     )
     train(state)
     model.eval()
+    model.cpu()
     with torch.no_grad():
         right = (model(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean()
     digest = hashlib.sha256()
