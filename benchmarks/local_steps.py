@@ -41,6 +41,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=["mlp", "resnet18", "transformer"])
     parser.add_argument("--contenders", nargs="+", help="those of every section, if it has them")
     parser.add_argument("--local-steps", type=int, default=50, metavar="H")
+    parser.add_argument("--fragments", type=int, default=2, metavar="P", help="of streaming (2)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (5)")
     parser.add_argument("--sizes", nargs="+", type=int, default=[16 << 20, 100 << 20])
     parser.add_argument("--tasks", nargs="+", default=["digits", "pictures", "text"])
@@ -103,7 +104,8 @@ class Bench:
         with ExitStack() as opened:
             jobs = {}
             for name in self._chosen(SPEED):
-                commands = self._commands(model=model, contender=name, local_steps=steps, link=link)
+                plan = {"model": model, "contender": name, "local_steps": steps, "link": link}
+                commands = self._commands(**plan, fragments=self.options.fragments)
                 output = self._output(f"{name}, {model}, {link}")
                 jobs[name] = opened.enter_context(group(commands, output))
             found = self._take_turns(jobs, {"do": "turn", "steps": steps})

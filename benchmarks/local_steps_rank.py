@@ -33,23 +33,29 @@ from tests.hosts import INTERFACE
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WARM_UP = 3
-FRAGMENTS = 2  # of streaming
+FRAGMENTS = 2  # of streaming, unless the plan has another number
 TEXT_LENGTH, TEXTS = 64, 8  # bytes of one text of the small GPT, and texts of one batch
 DISTINCT_BATCHES = 8
 # Of the steps of a quality: by these its learning rate rises, and these are ordinary ones at first.
 RISE, TOGETHER = 0.05, 0.25
 
 
-def options(contender: str, steps: int, delay: int | None = None) -> dict[str, Any]:
-    """The arguments of DistributedOptimizer that a contender stands for.
+def options(
+    contender: str, steps: int, delay: int | None = None, fragments: int = FRAGMENTS
+) -> dict[str, Any]:
+    """Return the arguments of DistributedOptimizer that a contender stands for.
 
-    `delay` is that of streaming, a tenth of the local steps if it is left out.
+    Args:
+        contender: Its name.
+        steps: Local steps.
+        delay: Steps of delay of streaming; by default a tenth of the local steps.
+        fragments: Fragments of streaming.
     """
     # These trainings synchronise 15 times. The usual lr=0.7 and momentum=0.9, with which they were
     # compared first, did worse: docs/slow_links.md has all that was tried.
     local: dict[str, Any] = {"local_steps": steps, "outer": hvd.OuterSGD(lr=1.0, momentum=0.5)}
     delay = max(1, steps // 10) if delay is None else delay
-    streaming = {"fragments": FRAGMENTS, "delay": delay}
+    streaming = {"fragments": fragments, "delay": delay}
     return {
         "every": {},
         "every bf16": {"compression": hvd.Compression.bf16},
@@ -86,8 +92,11 @@ class TimedFragment(Fragment):
 class Speed:
     """Training of one model, for turns."""
 
-    def __init__(self, model: str, contender: str, local_steps: int, link: str) -> None:
+    def __init__(
+        self, model: str, contender: str, local_steps: int, fragments: int, link: str
+    ) -> None:
         self.delay = 0
+        self.fragments = fragments
         torch.manual_seed(1)
         workload = WORKLOADS[model]
         self.model = self.trained = workload.model()
@@ -103,7 +112,7 @@ class Speed:
                 self.delay = self._planned_delay("fp8" in contender, local_steps, link)
             hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
             named = self.model.named_parameters()
-            chosen = options(contender, local_steps, self.delay)
+            chosen = options(contender, local_steps, self.delay, fragments)
             self.optimizer = hvd.DistributedOptimizer(self.optimizer, named, **chosen)
             for fragment in getattr(self.optimizer, "_fragments", []):
                 fragment.__class__ = TimedFragment
@@ -123,11 +132,11 @@ class Speed:
         slowest = hvd.allreduce(torch.tensor(median(times[WARM_UP:])), name="step", op=hvd.Max)
         parameters = sum(param.numel() for param in self.model.parameters())
         job = PlannedJob(parameters, float(slowest), SIZE, Link(*as_link(link)))
-        return Way("streaming", 8 if is_coded else 32, local_steps, FRAGMENTS).delay(job)
+        return Way("streaming", 8 if is_coded else 32, local_steps, self.fragments).delay(job)
 
     def warm_up(self, local_steps: int) -> None:
         """Train until fragments are sent early in every turn, so that they travel within it."""
-        self.turn(0.0, max(WARM_UP, local_steps // FRAGMENTS - 1))
+        self.turn(0.0, max(WARM_UP, local_steps // self.fragments - 1))
 
     def turn(self, start: float, steps: int) -> dict[str, Any]:
         """Milliseconds and bytes of a step, and each wait for a fragment, in usual steps.
@@ -313,7 +322,8 @@ def main(plan: dict[str, Any]) -> None:
         hvd.init()
     speed = None
     if "model" in plan:
-        speed = Speed(plan["model"], plan["contender"], plan["local_steps"], plan["link"])
+        told = ("model", "contender", "local_steps", "fragments", "link")
+        speed = Speed(**{name: plan[name] for name in told})
         speed.warm_up(plan["local_steps"])
 
     def carry_out(order: dict[str, Any]) -> Any:
