@@ -241,6 +241,16 @@ def _total_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
     return torch.stack([parameter.norm() for parameter in parameters]).norm()
 
 
+def _aliased(run: Run) -> Any:
+    """Tensors that share the memory of parameters from the start on."""
+    model = run.model
+    aliases = run.__dict__.setdefault(
+        "aliases",
+        (model[0].weight.detach(), {"bias": model[0].bias.data}, model[0].bias.numpy(force=True)),
+    )
+    return copy.deepcopy(aliases[:2]), aliases[2].tolist()
+
+
 LOOKS: dict[str, Callable[[Run], Any]] = {
     "eval": _evaluated,
     "inference": _inferred,
@@ -250,6 +260,7 @@ LOOKS: dict[str, Callable[[Run], Any]] = {
     "optimizer state_dict": lambda run: copy.deepcopy(run.optimizer.state_dict()),
     "optimizer state": lambda run: [dict(run.optimizer.state[p]) for p in run.model.parameters()],
     "kept list": _kept,
+    "aliases": _aliased,
     "scripted": _scripted,
     "concatenated": lambda run: torch.cat([p.view(-1) for p in run.model[0]._parameters.values()]),
     "an attribute": lambda run: run.model[0].weight.detach().clone(),

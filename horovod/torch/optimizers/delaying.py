@@ -25,7 +25,7 @@ from horovod.torch.gradients.reducer import GradientReducer
 from horovod.torch.ops.untraced import untraced
 from horovod.torch.optimizers.delayed_update import DelayedUpdates, Options
 from horovod.torch.optimizers.options import TorchOptions
-from horovod.torch.optimizers.pending import is_pending, lock, watch_iteration
+from horovod.torch.optimizers.pending import is_pending, lock, watch_iteration, with_aliases
 from horovod.torch.optimizers.reducing import GradientCountdown, ReducingOptimizer
 from horovod.torch.optimizers.wrapping import notify_scheduler, step_of
 
@@ -45,8 +45,9 @@ class DelayingOptimizer(ReducingOptimizer):
         super()._configure(options, named, groups)
         model = options.overlap_forward
         assert model is not None
-        # A class of the user's own may have a reason; such a parameter is updated in step().
-        self._in_model = {param for param in model.parameters() if type(param) is Parameter}
+        in_model = {param for param in model.parameters() if type(param) is Parameter}
+        self._delayable = [param for param in self._parameter_names if param in in_model]
+        self._others = [param for param in self._parameter_names if param not in in_model]
         self._updates = None
         if self._reducer is not None:
             self._updates = DelayedUpdates(self._step_on)
@@ -98,9 +99,9 @@ class DelayingOptimizer(ReducingOptimizer):
             self._reset_passes()
         self._register_hooks()  # for parameters that were frozen before
         self._synchronized = self._seen_by_scaler = False
+        at_once = [*self._others, *with_aliases(self._delayable)]
         updates.begin(buckets, self.param_groups)
-        outside = [param for param in self._parameter_names if param not in self._in_model]
-        updates.finish(outside)
+        updates.finish(at_once)
 
     def _step_on(self, options: Sequence[Options], params: set[Parameter]) -> None:
         """The wrapped optimizer's step, on some of the parameters."""

@@ -28,7 +28,8 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -85,13 +86,15 @@ def mark(param: Parameter, updates: Updates) -> None:
     if _hook is None:
         _hook = torch.nn.modules.module.register_module_forward_pre_hook(_before_forward)
     _awaited[param] = updates
-    param.__class__ = PendingParameter
+    if type(param) is Parameter:  # a class of the user's own may have a reason
+        param.__class__ = PendingParameter
 
 
 def unmark(param: Parameter) -> None:
     """Make it an ordinary parameter again."""
     global _hook
-    param.__class__ = Parameter
+    if is_pending(param):
+        param.__class__ = Parameter
     _awaited.pop(param, None)
     if not _awaited and _hook is not None:
         _hook.remove()
@@ -100,6 +103,21 @@ def unmark(param: Parameter) -> None:
 
 def is_pending(param: Any) -> bool:
     return type(param) is PendingParameter
+
+
+def with_aliases(params: Sequence[Parameter]) -> list[Parameter]:
+    """Return those whose memory other tensors use too, which can be read without our noticing.
+
+    Such as a kept state_dict, `param.detach()`, or an array of NumPy's.
+    """
+    storages = [param.untyped_storage()._cdata for param in params]
+    sharing = Counter(storages)  # these parameters themselves: those of an LSTM on a device
+    return [
+        param
+        for param, storage in zip(params, storages, strict=True)
+        # One more is the object that untyped_storage() has made for Python.
+        if torch._C._storage_Use_Count(storage) > sharing[storage] + 1
+    ]
 
 
 def finish(params: Iterable[Parameter] | None = None) -> None:
