@@ -243,12 +243,11 @@ def _total_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 def _aliased(run: Run) -> Any:
     """Tensors that share the memory of parameters from the start on."""
-    model = run.model
-    aliases = run.__dict__.setdefault(
-        "aliases",
-        (model[0].weight.detach(), {"bias": model[0].bias.data}, model[0].bias.numpy(force=True)),
-    )
-    return copy.deepcopy(aliases[:2]), aliases[2].tolist()
+    if "aliases" not in run.__dict__:
+        layer = run.model[0]
+        run.__dict__["aliases"] = layer.weight.detach(), layer.bias.detach().numpy()
+    weight, bias = run.__dict__["aliases"]
+    return weight.clone(), bias.tolist()
 
 
 LOOKS: dict[str, Callable[[Run], Any]] = {

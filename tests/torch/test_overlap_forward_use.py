@@ -243,6 +243,33 @@ def test_two_optimizers_of_one_model(network2: RankPool):
     assert_same(network2.run(_two_optimizers))
 
 
+def _muon() -> Any:
+    """An optimizer that makes whole matrices orthogonal."""
+    results = []
+    for delay in (True, False):
+        with small_buckets():
+            torch.manual_seed(0)
+            layers = [nn.Linear(6, 6, bias=False) for _ in range(3)]
+            model = nn.Sequential(*layers)
+            options = {"overlap_forward": model} if delay else {}
+            plain = torch.optim.Muon(model.parameters(), lr=0.05)
+            optimizer = hvd.DistributedOptimizer(plain, **options)
+            delayed = 0
+            for number in range(5):
+                optimizer.zero_grad()
+                loss_of(model, my_rows(batch_of(number, hvd.size()))).backward()
+                optimizer.step()
+                delayed = max(delayed, sum(is_pending(layer.weight) for layer in layers))
+            assert (delayed > 0) == delay
+            results.append((weights_of(model), optimizer.state_dict()["state"]))
+    return results
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="since torch 2.9")
+def test_whole_matrices(network2: RankPool):
+    assert_same(network2.run(_muon))
+
+
 def _compiled() -> Any:
     results = []
     for delay in (True, False):

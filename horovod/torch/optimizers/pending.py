@@ -17,7 +17,8 @@ torch does not ask about what takes tensors in C++ without its knowledge: extens
 `torch.func`. So modules have the updates of their own parameters made before they run, scripted
 ones all updates, and so have modules whose parameters somebody iterates over. For this a forward
 hook is there while a parameter is marked, and another `Module.named_parameters` while there is an
-optimizer with overlap_forward. Programs without one have torch as it is.
+optimizer with overlap_forward. Programs without one have torch as it is. Nor can anything be
+noticed of other tensors with a parameter's memory: see `with_aliases`.
 """
 
 from __future__ import annotations
