@@ -261,7 +261,7 @@ LOOKS: dict[str, Callable[[Run], Any]] = {
     "kept list": _kept,
     "aliases": _aliased,
     "scripted": _scripted,
-    "concatenated": lambda run: torch.cat([p.view(-1) for p in run.model[0]._parameters.values()]),
+    "in a list": lambda run: torch.cat([run.model[0].bias, run.model[2].bias]).detach(),
     "an attribute": lambda run: run.model[0].weight.detach().clone(),
     "data": lambda run: run.model[0].weight.data.clone(),
     "numpy": lambda run: run.model[0].bias.detach().numpy().tolist(),
