@@ -118,9 +118,9 @@ class DelayingOptimizer(ReducingOptimizer):
             self._updates = updates
             self.param_groups = groups
         for group, own, after in zip(groups, options, used, strict=True):
-            if after["params"]:  # where an optimizer keeps things there
-                changed = {key: v for key, v in after.items() if v is not own.get(key, group)}
-                group.update({key: v for key, v in changed.items() if key != "params"})
+            # Some optimizers keep things of their own there.
+            changed = {key: v for key, v in after.items() if v is not own.get(key, group)}
+            group.update({key: v for key, v in changed.items() if key != "params"})
 
     def _on_gradient(self, param: Any, countdown: GradientCountdown) -> None:
         if is_pending(param):

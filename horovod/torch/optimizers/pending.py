@@ -76,10 +76,6 @@ class PendingParameter(Parameter):
         finish([self])
         return copy.deepcopy(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        finish([self])
-        return self.__reduce_ex__(protocol)
-
 
 def mark(param: Parameter, updates: Updates) -> None:
     """Let nobody use the parameter before `updates` has finished it."""
