@@ -150,11 +150,11 @@ def _replaced(rank: int, size: int) -> None:
 
         run = Run(True)
         ours = nn.Module.named_parameters
-        nn.Module.named_parameters = lambda *args, **named: ours(*args, **named)
+        theirs = nn.Module.named_parameters = lambda *args, **named: ours(*args, **named)
         del run
         gc.collect()
         assert [name for name, _ in model.named_parameters()] == expected
-        assert nn.Module.named_parameters is not ours, "the other library's stays"
+        assert nn.Module.named_parameters is theirs, "another library's stays"
         run = Run(True)
         for _ in range(3):
             run.step()
@@ -181,6 +181,8 @@ def _shut_down(rank: int, size: int) -> Any:
                 run.step()
         assert runs[0].delayed[-1] > 0
         hvd.shutdown()
+        runs[0].note()
+        assert runs[0].delayed[-1] == 0
         results = [(weights_of(run.model), None) for run in runs]
     return results
 

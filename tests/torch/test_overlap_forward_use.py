@@ -13,7 +13,15 @@ from torch import nn
 import horovod.torch as hvd
 from horovod.torch.optimizers.pending import is_pending
 from tests.ranks import RankPool, run_ranks
-from tests.torch.delaying import NETWORK, Run, assert_equal, assert_same, compare, small_buckets
+from tests.torch.delaying import (
+    ALL_OPTIMIZERS,
+    NETWORK,
+    Run,
+    assert_equal,
+    assert_same,
+    compare,
+    small_buckets,
+)
 from tests.torch.training import batch_of, loss_of, make_model, my_rows, weights_of
 
 
@@ -178,6 +186,17 @@ def _thawed(run: Run) -> None:
         run.step()
 
 
+def _under_autocast(run: Run) -> None:
+    """Updates that are made in a forward pass compute in the types of an ordinary step."""
+    for _ in range(5):
+        run.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run.forward()
+        loss.backward()
+        run.optimizer.step()
+        run.note()
+
+
 def _set_to_none_by_hand(run: Run) -> None:
     for _ in range(5):
         run.forward().backward()
@@ -187,6 +206,8 @@ def _set_to_none_by_hand(run: Run) -> None:
             param.grad = None
 
 
+# Adafactor multiplies matrices, which autocast would do in another type.
+AUTOCAST = "Adafactor" if "Adafactor" in ALL_OPTIMIZERS else "Adam"
 USES = {
     "clipping": (_clipped, {}),
     "scaler": (_scaled, {}),
@@ -197,6 +218,7 @@ USES = {
     "loading": (_loaded_at_once, {"optimizer": "Adam"}),
     "more parameters": (_more_parameters, {}),
     "inference": (_fresh_state_in_inference, {"optimizer": "Adam"}),
+    "autocast": (_under_autocast, {"optimizer": AUTOCAST}),
     "elastic": (_restored, {"optimizer": "Adam"}),
     "thawing": (_thawed, {}),
     "gradients by hand": (_set_to_none_by_hand, {}),
