@@ -257,7 +257,7 @@ LOOKS: dict[str, Callable[[Run], Any]] = {
     "a layer alone": lambda run: run.model[2](torch.ones(1, 8)).detach(),
     "state_dict": lambda run: copy.deepcopy(run.model.state_dict()),
     "optimizer state_dict": lambda run: copy.deepcopy(run.optimizer.state_dict()),
-    "optimizer state": lambda run: [dict(run.optimizer.state[p]) for p in run.model.parameters()],
+    "optimizer state": lambda run: copy.deepcopy(list(run.optimizer.state.values())),
     "kept list": _kept,
     "aliases": _aliased,
     "scripted": _scripted,

@@ -16,7 +16,7 @@ import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.optimizers.pending import is_pending
 from tests.ranks import RankPool, listen, run_ranks, start_ranks, tell
-from tests.torch.delaying import NETWORK, Run, assert_same, small_buckets
+from tests.torch.delaying import NETWORK, Run, assert_equal, assert_same, small_buckets
 from tests.torch.training import batch_of, loss_of, make_model, my_rows, train, weights_of
 
 
@@ -117,6 +117,10 @@ def _used_unseen() -> None:
         assert run.delayed[-1] > 0
         with pytest.raises(RuntimeError, match="with the value from before the last step"):
             loss_of(scripted.forward, batch_of(0, 1)).backward()
+        ordinary = Run(False)
+        for _ in range(3):
+            ordinary.step()
+        assert_equal(weights_of(run.model), weights_of(ordinary.model))
 
 
 def test_unseen_use_is_an_error(network2: RankPool):
