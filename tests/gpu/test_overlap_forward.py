@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import horovod.torch as hvd
+from horovod.torch.optimizers.pending import with_aliases
 from tests.gpu import JOBS, size_of
 from tests.gpu.pools import GpuPools, few_examples
 from tests.gpu.training import TIGHT, precise, weights_of
@@ -170,3 +171,25 @@ def test_large_layers(gpus: GpuPools, job: str):
     for mine, without in results:
         assert_equal(mine, without, exact=size_of(job) == 2)
         assert_equal(mine, results[0][0], exact=True)
+
+
+def shared_after_steps() -> dict[str, int]:
+    """How many parameters of each model other tensors share the memory of, after ordinary steps."""
+    found = {}
+    for name, make in ALL_MODELS.items():
+        device = precise()
+        model = make().to(device)
+        optimizer = torch.optim.Adam(model.parameters())
+        for number in range(3):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, torch.bfloat16, enabled=number > 0):
+                loss = loss_of(model, batch_of(number, 1).to(device))
+            loss.backward()
+            optimizer.step()
+        found[name] = len(with_aliases(list(model.parameters())))
+    return found
+
+
+def test_steps_leave_no_tensor_that_shares_the_memory_of_a_parameter(gpus: GpuPools):
+    """Otherwise updates would be made in `step()`, and the next forward would hide nothing."""
+    assert set(gpus.run("2 ranks", shared_after_steps)[0].values()) == {0}

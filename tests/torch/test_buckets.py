@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from horovod.torch.gradients.buckets import Bucket
-from horovod.torch.gradients.layouts import cut_at
 
 
 def _bucket(*shapes: tuple[int, ...]) -> Bucket:
@@ -104,53 +101,3 @@ def test_everything_ends_and_the_first_failure_is_told():
     assert ended == ["a", "b", "c", "d"]
     assert (bucket.started, bucket.awaited, bucket.finishers) == (False, 1, [])
     assert bucket.settle() is None
-
-
-# -- in parts ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("early", "last", "held", "cuts", "names"),
-    [
-        (32, 0, False, [], [""]),
-        (8, 0, True, [8], [", first part", ""]),
-        (0, 0, True, [], [""]),
-        (0, 8, True, [24], ["", ", last part"]),
-        (16, 8, True, [16, 24], [", first part", "", ", last part"]),
-        (24, 8, True, [24], [", first part", ""]),
-        (0, 32, True, [], [""]),
-    ],
-)
-def test_parts(early: int, last: int, held: bool, cuts: list[int], names: list[str]):
-    bucket = _bucket((4,), (4,))
-    assert not bucket.is_held
-    assert not bucket.cuts
-    bucket.early, bucket.last = early, last
-    assert bucket.is_held == held
-    assert bucket.cuts == cuts
-    assert bucket.part_names == [f"{bucket.name}{name}" for name in names]
-
-
-_dtypes = st.sampled_from([torch.float16, torch.float32, torch.float64])
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 300), _dtypes), max_size=6),
-    st.lists(st.integers(0, 9000), max_size=3).map(sorted),
-)
-def test_parts_are_all_of_it(shapes: list[tuple[int, torch.dtype]], positions: list[int]):
-    whole = [torch.zeros(count, dtype=dtype) for count, dtype in shapes]
-    parts = cut_at(whole, positions)
-    assert len(parts) == len(positions) + 1
-    for number, part in enumerate(parts, 1):
-        for index, start, stop in part:
-            assert start % 64 == 0
-            whole[index][start:stop] += number
-    everything = torch.cat([t.double() for t in whole] or [torch.empty(0)])
-    assert bool((everything >= 1).all()), "nothing is left out"
-    assert everything.tolist() == sorted(everything.tolist()), "in their order"
-    size = sum(tensor.nbytes for tensor in whole)
-    for number, position in enumerate(positions, 1):
-        before = sum(int((tensor <= number).sum()) * tensor.itemsize for tensor in whole)
-        assert before <= position
-        assert before > min(position, size) - 64 * 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -17,8 +18,6 @@ from torch import nn
 
 import horovod.torch as hvd
 from horovod.torch.gradients import bucketing
-from horovod.torch.gradients.submission import BucketSubmitter
-from horovod.torch.optimizers.sliced_update import SlicedParameter
 from tests.effort import examples
 from tests.ranks import RankPool
 from tests.torch.delaying import (
@@ -69,8 +68,7 @@ def _trained(steps: int, passes: int, zero: str, options: dict[str, Any]) -> Any
     passes=st.integers(1, 2),
     zero=st.sampled_from(["before", "after", "between", "zeros", "model", "never"]),
     arrived=st.sampled_from([NONE, EVERY_OTHER, ALL]),
-    early=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
-    last=st.sampled_from([None, 0.1, 0.5, 1.0]),
+    early=st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_same_as_without(network2: RankPool, steps: int, passes: int, zero: str, **options: Any):
     passes = 1 if zero == "between" else passes
@@ -94,37 +92,14 @@ def test_what_has_arrived_is_updated_at_once(network2: RankPool, arrived: slice)
     assert_same(network2.run(_trained, 6, 1, "before", options))
 
 
-def _trained_in_parts(model: str) -> Any:
-    start = BucketSubmitter.start_early
-    with mock.patch.object(BucketSubmitter, "start_early", autospec=True, side_effect=start) as it:
-        outcome = _trained(5, 1, "before", {"model": model, "optimizer": "Adam", "early": 0.5})
-    assert it.called
-    return outcome
-
-
 @pytest.mark.parametrize("model", ALL_MODELS)
-def test_a_part_of_each_bucket_goes_before_the_step(network2: RankPool, model: str):
-    assert_same(network2.run(_trained_in_parts, model))
-
-
-def _trained_slice_by_slice(optimizer: str, last: float) -> Any:
-    lend = SlicedParameter.lend
-    with mock.patch.object(SlicedParameter, "lend", autospec=True, side_effect=lend) as it:
-        options = {"model": "wide", "optimizer": optimizer, "early": 0.3, "last": last}
-        outcome = _trained(5, 1, "before", options)
-    sizes = {call.args[2] - call.args[1] for call in it.call_args_list}
-    assert len(sizes) > 3, "slices, not whole parameters"
-    return outcome
-
-
-@pytest.mark.parametrize("last", [0.0, 0.4])
-@pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS)
-def test_parameters_are_updated_slice_by_slice(network2: RankPool, optimizer: str, last: float):
-    assert_same(network2.run(_trained_slice_by_slice, optimizer, last))
+def test_some_buckets_begin_in_backward(network2: RankPool, model: str):
+    options = {"model": model, "optimizer": "Adam", "early": 0.5}
+    assert_same(network2.run(_trained, 5, 1, "before", options))
 
 
 def _trained_while_looking(model: str, more: list[float], hooked: int) -> Any:
-    """Cut anew after every step, as if the network had rested at backward's end."""
+    """Divide anew after every step, as if the network had rested at backward's end."""
     parts = iter(more)
 
     def hides_more(num_bytes: int, hidden: float, idle: float, rate: float) -> float | None:
@@ -142,10 +117,7 @@ def _trained_while_looking(model: str, more: list[float], hooked: int) -> Any:
     with small_buckets(), mock.patch("horovod.torch.gradients.forward_schedule.LOOK_STEPS", 1):
         with (
             mock.patch("horovod.torch.gradients.forward_schedule.hides_more", hides_more),
-            mock.patch(
-                "horovod.torch.gradients.forward_schedule.begun_early", bucketing.begun_early
-            ),
-            mock.patch("horovod.torch.gradients.bucketing._SMALLEST_PART", 8),
+            mock.patch("horovod.torch.gradients.forward_schedule.num_hidden", bucketing.num_hidden),
         ):
             run = Run(True, model=model, optimizer="Adam")
             seen = train(run)
@@ -168,7 +140,7 @@ def _trained_while_looking(model: str, more: list[float], hooked: int) -> Any:
     more=st.lists(st.floats(0, 1.2), max_size=5),
     hooked=st.integers(0, 2),
 )
-def test_buckets_are_cut_anew_between_steps(
+def test_buckets_are_divided_anew_between_steps(
     network2: RankPool, model: str, more: list[float], hooked: int
 ):
     assert_same(network2.run(_trained_while_looking, model, more, hooked))
@@ -248,6 +220,16 @@ def _kept(run: Run) -> list[torch.Tensor]:
     return torch._foreach_mul([p.detach() for p in kept], 0.5)
 
 
+def _scripted(run: Run) -> torch.Tensor:
+    """A copy that has the same parameters, and uses them where Python does not see it."""
+    if "scripted" not in run.__dict__:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run.__dict__["scripted"] = torch.jit.script(run.model)
+    with torch.no_grad():
+        return run.__dict__["scripted"](batch_of(99, 1))
+
+
 def _unpickled(run: Run) -> Any:
     model, optimizer = pickle.loads(pickle.dumps((run.model, run.optimizer)))
     return weights_of(model), optimizer.state_dict()["state"]
@@ -259,6 +241,15 @@ def _total_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
     return torch.stack([parameter.norm() for parameter in parameters]).norm()
 
 
+def _aliased(run: Run) -> Any:
+    """Tensors that share the memory of parameters from the start on."""
+    if "aliases" not in run.__dict__:
+        layer = run.model[0]
+        run.__dict__["aliases"] = layer.weight.detach(), layer.bias.detach().numpy()
+    weight, bias = run.__dict__["aliases"]
+    return weight.clone(), bias.tolist()
+
+
 LOOKS: dict[str, Callable[[Run], Any]] = {
     "eval": _evaluated,
     "inference": _inferred,
@@ -266,8 +257,11 @@ LOOKS: dict[str, Callable[[Run], Any]] = {
     "a layer alone": lambda run: run.model[2](torch.ones(1, 8)).detach(),
     "state_dict": lambda run: copy.deepcopy(run.model.state_dict()),
     "optimizer state_dict": lambda run: copy.deepcopy(run.optimizer.state_dict()),
-    "optimizer state": lambda run: [dict(run.optimizer.state[p]) for p in run.model.parameters()],
+    "optimizer state": lambda run: copy.deepcopy(list(run.optimizer.state.values())),
     "kept list": _kept,
+    "aliases": _aliased,
+    "scripted": _scripted,
+    "in a list": lambda run: torch.cat([run.model[0].bias, run.model[2].bias]).detach(),
     "an attribute": lambda run: run.model[0].weight.detach().clone(),
     "data": lambda run: run.model[0].weight.data.clone(),
     "numpy": lambda run: run.model[0].bias.detach().numpy().tolist(),

@@ -13,7 +13,15 @@ from torch import nn
 import horovod.torch as hvd
 from horovod.torch.optimizers.pending import is_pending
 from tests.ranks import RankPool, run_ranks
-from tests.torch.delaying import NETWORK, Run, assert_equal, assert_same, compare, small_buckets
+from tests.torch.delaying import (
+    ALL_OPTIMIZERS,
+    NETWORK,
+    Run,
+    assert_equal,
+    assert_same,
+    compare,
+    small_buckets,
+)
 from tests.torch.training import batch_of, loss_of, make_model, my_rows, weights_of
 
 
@@ -138,7 +146,7 @@ def _more_parameters(run: Run) -> Any:
         (run.forward() * more[0].sum() * more[1].prod()).backward()
         run.optimizer.step()
         run.note()
-        assert not any(is_pending(param) for param in more)
+        assert [type(param) for param in more] == [nn.Parameter, torch.Tensor]
     return [param.detach().clone() for param in more]
 
 
@@ -178,6 +186,17 @@ def _thawed(run: Run) -> None:
         run.step()
 
 
+def _under_autocast(run: Run) -> None:
+    """Updates that are made in a forward pass compute in the types of an ordinary step."""
+    for _ in range(5):
+        run.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run.forward()
+        loss.backward()
+        run.optimizer.step()
+        run.note()
+
+
 def _set_to_none_by_hand(run: Run) -> None:
     for _ in range(5):
         run.forward().backward()
@@ -187,6 +206,8 @@ def _set_to_none_by_hand(run: Run) -> None:
             param.grad = None
 
 
+# Adafactor multiplies matrices, which autocast would do in another type.
+AUTOCAST = "Adafactor" if "Adafactor" in ALL_OPTIMIZERS else "Adam"
 USES = {
     "clipping": (_clipped, {}),
     "scaler": (_scaled, {}),
@@ -197,6 +218,7 @@ USES = {
     "loading": (_loaded_at_once, {"optimizer": "Adam"}),
     "more parameters": (_more_parameters, {}),
     "inference": (_fresh_state_in_inference, {"optimizer": "Adam"}),
+    "autocast": (_under_autocast, {"optimizer": AUTOCAST}),
     "elastic": (_restored, {"optimizer": "Adam"}),
     "thawing": (_thawed, {}),
     "gradients by hand": (_set_to_none_by_hand, {}),
@@ -241,6 +263,33 @@ def _two_optimizers() -> Any:
 
 def test_two_optimizers_of_one_model(network2: RankPool):
     assert_same(network2.run(_two_optimizers))
+
+
+def _muon() -> Any:
+    """An optimizer that makes whole matrices orthogonal."""
+    results = []
+    for delay in (True, False):
+        with small_buckets():
+            torch.manual_seed(0)
+            layers = [nn.Linear(6, 6, bias=False) for _ in range(3)]
+            model = nn.Sequential(*layers)
+            options = {"overlap_forward": model} if delay else {}
+            plain = torch.optim.Muon(model.parameters(), lr=0.05)
+            optimizer = hvd.DistributedOptimizer(plain, **options)
+            delayed = 0
+            for number in range(5):
+                optimizer.zero_grad()
+                loss_of(model, my_rows(batch_of(number, hvd.size()))).backward()
+                optimizer.step()
+                delayed = max(delayed, sum(is_pending(layer.weight) for layer in layers))
+            assert (delayed > 0) == delay
+            results.append((weights_of(model), optimizer.state_dict()["state"]))
+    return results
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="since torch 2.9")
+def test_whole_matrices(network2: RankPool):
+    assert_same(network2.run(_muon))
 
 
 def _compiled() -> Any:

@@ -12,9 +12,8 @@ decided here.
 - Inside one host it depends on the cores and the model: a second thread costs Python's lock and a
   core. Where every core has a rank it is not tried, else the first steps show what is faster.
 
-A bucket becomes one request, or up to three (`begun_early`, `sent_last`). The engine leaves it
-whole, unless others are ready at the same time: then it puts together what fits
-(`horovod.engine.execution.batches`).
+A bucket becomes one request. The engine leaves it whole, unless others are ready at the same time:
+then it puts together what fits (`horovod.engine.execution.batches`).
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ _LITTLE = 8  # less than this part of a bucket goes with the next
 # Between hosts: what it takes this long to reduce. Measured with 1 Gbit/s (1 MiB) and more.
 _BUCKET_SECONDS = 0.008
 SMALLEST_NETWORK_BUCKET = MEBIBYTE
-_SMALLEST_PART = MEBIBYTE // 4  # of a bucket, that is worth a request of its own
-_UPDATE_RATE = 1e9  # bytes of gradients a second that an optimizer uses up, one element at a time
 _PROCESSOR_RATE = 500e6  # bytes a second; a network that does more keeps a core busy
 TRIAL_STEPS = 10  # all at once, of which the fastest counts: connections and memory warm up
 LOOK_STEPS = 3  # between looks whether backward hides more than it was given
@@ -154,24 +151,21 @@ def pays_beside_backward(total: int, seconds: float) -> bool:
     return total < _PROCESSOR_RATE * seconds
 
 
-def begun_early(sizes: Sequence[int], hidden: float) -> list[int]:
-    """How many bytes of each bucket to reduce while backward still runs, if it hides so many.
+def num_hidden(sizes: Sequence[int], hidden: float) -> int:
+    """Return how many of the first buckets to begin in backward, if it hides `hidden` bytes.
 
     For when the next forward waits for one bucket after the other (overlap_forward). What comes
-    first in backward is needed last, so that whatever backward does not hide had better go in the
-    opposite order; what is on its way cannot be overtaken. So one bucket may go in two parts.
+    first in backward is needed last, so whatever backward does not hide had better go in the
+    opposite order; what is on its way cannot be overtaken. A bucket counts as hidden if most of it
+    is.
     """
-    early = []
+    count = 0
     for size in sizes:
-        part = int(min(size, hidden))
-        if part < size:
-            if part < _SMALLEST_PART:
-                part = 0
-            elif size - part < _SMALLEST_PART:
-                part = size
-        early.append(part)
-        hidden = max(0.0, hidden - size)
-    return early
+        if hidden <= size // 2:
+            break
+        count += 1
+        hidden -= size
+    return count
 
 
 def hides_more(num_bytes: int, hidden: float, idle: float, rate: float) -> float | None:
@@ -183,16 +177,6 @@ def hides_more(num_bytes: int, hidden: float, idle: float, rate: float) -> float
     more = idle * rate
     enough = hidden >= num_bytes or more < _WORTH_RECUTTING * num_bytes
     return None if enough else hidden + more
-
-
-def sent_last(size: int, rate: float) -> int:
-    """Return how many of the last `size` bytes that the next forward waits for go by themselves.
-
-    So that parameters are updated with the first of them while the network, which brings `rate`
-    bytes a second, brings the last: no more than that takes.
-    """
-    part = max(_SMALLEST_PART, int(size * rate / (rate + _UPDATE_RATE)))
-    return part if size - part >= _SMALLEST_PART else 0
 
 
 def cut(sizes: Sequence[int], most: int, limit: int) -> list[range]:

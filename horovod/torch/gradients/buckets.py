@@ -7,24 +7,14 @@ reductions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from horovod.engine.execution.prepared import PreparedAllreduce
 from horovod.engine.request import Request
 from horovod.engine.wait_for_all import wait_for_all
-from horovod.torch.gradients.layouts import Span
 
 Named = tuple[str, torch.nn.Parameter]
-
-
-class Part(NamedTuple):
-    """What one of a bucket's requests reduces."""
-
-    name: str
-    tensors: list[torch.Tensor]
-    spans: list[Span]  # of the bucket's parameters
 
 
 class Bucket:
@@ -40,29 +30,8 @@ class Bucket:
         self.dtype = first.dtype if forms == {(first.dtype, first.device, True)} else None
         self.prepared: PreparedAllreduce | None = None
         self.nbytes = sum(param.nbytes for _, param in params)
-        self.early = self.nbytes  # bytes to be reduced as soon as it is complete, not in the step
-        self.last = 0  # bytes that go by themselves after all others
+        self.is_held = False  # whether its reduction begins in the step, although complete before
         self.reset()
-
-    @property
-    def is_held(self) -> bool:
-        """Whether some of it is started in the step, although complete before."""
-        return self.early < self.nbytes
-
-    @property
-    def cuts(self) -> list[int]:
-        """Before which of its bytes the bucket is cut into parts that are requests of their own."""
-        return sorted({self.early, self.nbytes - self.last} - {0, self.nbytes})
-
-    @property
-    def part_names(self) -> list[str]:
-        """The requests' names, in the order of their submission."""
-        names = [self.name]
-        if 0 < self.early < self.nbytes:
-            names.insert(0, f"{self.name}, first part")
-        if len(names) <= len(self.cuts):
-            names.append(f"{self.name}, last part")
-        return names
 
     def gradients(self) -> list[torch.Tensor] | None:
         """Return all gradients, if they are there and can be reduced as they are."""
@@ -124,7 +93,5 @@ class Bucket:
         self.awaited = len(self.params)  # gradients that have not arrived yet
         self.started = False
         self.watched = []
-        self.unsent: list[Part] | None = None  # of one that is cut, once that is done
         self.requests: list[Request] = []
-        self.spans: list[list[Span]] = []  # what each request reduces, if it is cut
         self.finishers: list[Callable[[], object]] = []

@@ -22,7 +22,7 @@ from horovod.engine.execution.lane import Lane
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.observe.statistics.lane_timing import LaneTiming
-from horovod.torch.gradients.bucketing import begun_early, bucket_title, cut_for_device
+from horovod.torch.gradients.bucketing import bucket_title, cut_for_device, num_hidden
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.device_bucket import DeviceBucket, LaneReduction
 from horovod.torch.gradients.layouts import is_dense
@@ -89,10 +89,8 @@ class DirectReducer:
         sizes = [bucket.nbytes for bucket in self.buckets]
         is_known = 0 < seconds < inf
         hidden = backward / seconds * sum(sizes) if is_known else inf
-        parts = zip(self.buckets, begun_early(sizes, hidden), strict=True)
-        early = [bucket for bucket, part in parts if part > bucket.nbytes // 2]
-        held = [bucket for bucket in self.buckets if bucket not in early]
-        self.hold(len(early), [*early, *held[::-1]])
+        num_early = num_hidden(sizes, hidden)
+        self.hold(num_early, [*self.buckets[:num_early], *self.buckets[num_early:][::-1]])
 
     def arrived(self, index: int) -> None:
         """Note that the gradient of the parameter with this index is complete on this rank."""

@@ -1,4 +1,4 @@
-"""What of each bucket begins in backward where the next forward waits for it (overlap_forward).
+"""Which buckets begin in backward where the next forward waits for them (overlap_forward).
 
 What backward does not hide had better be reduced in the order in which the next forward needs it,
 which is the opposite one. Used by `horovod.torch.gradients.reducer` after a trial has shown how
@@ -10,44 +10,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from horovod.common.process_sets import ProcessSet
-from horovod.engine.runtime import runtime
 from horovod.torch.gradients.agreement import StepSamples
-from horovod.torch.gradients.bucketing import LOOK_STEPS, begun_early, hides_more, sent_last
+from horovod.torch.gradients.bucketing import LOOK_STEPS, hides_more, num_hidden
 from horovod.torch.gradients.buckets import Bucket
 
 
 class ForwardSchedule:
-    """Cuts the buckets of one optimizer into what begins in backward and what begins in the step.
+    """Divides the buckets of one optimizer into those that begin in backward and in the step.
 
     Args:
         buckets: In the order in which backward completes them.
-        num_bytes: The size of all gradients.
         seconds: The time that it takes to reduce all of them at once.
         backward: The time that backward takes from the first gradient on.
         process_set: The ranks that reduce them.
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        num_bytes: int,
-        seconds: float,
-        backward: float,
-        process_set: ProcessSet,
+        self, buckets: Sequence[Bucket], seconds: float, backward: float, process_set: ProcessSet
     ) -> None:
         self._buckets = buckets
-        self._num_bytes = num_bytes
-        self._rate = num_bytes / seconds  # bytes a second that the network brings
+        self._num_bytes = sum(bucket.nbytes for bucket in buckets)
+        self._rate = self._num_bytes / seconds  # bytes a second that the network brings
         self._hidden = self._rate * backward  # bytes that backward hides
         # Seconds for which the network had been idle when backward ended, while that is corrected.
         self._idle_times: StepSamples | None = StepSamples(LOOK_STEPS, process_set)
-        self._cut()
+        self._divide()
 
     def correct(self, idle: float) -> None:
         """Let backward hide more if the network was idle for `idle` seconds when it ended."""
-        least = (
-            None if self._idle_times is None else self._idle_times.add_for_least(lambda: (idle,))
-        )
+        samples = self._idle_times
+        least = None if samples is None else samples.add_for_least(lambda: (idle,))
         if least is None:
             return
         more = hides_more(self._num_bytes, self._hidden, least[0], self._rate)
@@ -55,19 +47,13 @@ class ForwardSchedule:
             self._idle_times = None
         else:
             self._hidden = more
-            self._cut()
+            self._divide()
 
-    def _cut(self) -> None:
-        """Start in the step what backward does not hide; what comes last comes by itself."""
-        sizes = [bucket.nbytes for bucket in self._buckets]
-        for bucket, early in zip(self._buckets, begun_early(sizes, self._hidden), strict=True):
-            bucket.early, bucket.last = early, 0
-        needed_last = by_need(self._buckets)[-1]
-        if needed_last.is_held:
-            needed_last.last = sent_last(needed_last.nbytes - needed_last.early, self._rate)
-        for bucket in self._buckets:
-            for name in bucket.part_names:
-                runtime.name_members(name, [param_name for param_name, _ in bucket.params])
+    def _divide(self) -> None:
+        """Start in the step what backward does not hide."""
+        num_early = num_hidden([bucket.nbytes for bucket in self._buckets], self._hidden)
+        for number, bucket in enumerate(self._buckets):
+            bucket.is_held = number >= num_early
 
 
 def by_need(buckets: Sequence[Bucket]) -> list[Bucket]:

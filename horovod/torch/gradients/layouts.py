@@ -6,13 +6,7 @@ all ranks; a gradient or a loaded state may be laid out differently on each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
-
 import torch
-
-_VECTOR = 64  # elements: no processor takes more at a time
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -57,30 +51,3 @@ def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a dense tensor."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
-
-
-class Span(NamedTuple):
-    """Some elements of one of several tensors."""
-
-    number: int  # of the tensor
-    start: int
-    stop: int
-
-
-def cut_at(tensors: Sequence[torch.Tensor], positions: Sequence[int]) -> list[list[Span]]:
-    """The parts that tensors, laid end to end, have between these bytes, or a little before each.
-
-    A part may be empty. Inside a tensor, parts begin where vectors of the processor's do, so that
-    arithmetic on a part takes the same way, and rounds the same way, as on all of it.
-    """
-    parts: list[list[Span]] = [[] for _ in range(len(positions) + 1)]
-    begin = 0
-    for number, tensor in enumerate(tensors):
-        count = tensor.numel()
-        ends = [min(max((at - begin) // tensor.itemsize, 0), count) for at in positions]
-        ends = [end if end == count else end - end % _VECTOR for end in ends]
-        for part, (start, stop) in zip(parts, pairwise([0, *ends, count]), strict=True):
-            if start < stop:
-                part.append(Span(number, start, stop))
-        begin += tensor.nbytes
-    return parts

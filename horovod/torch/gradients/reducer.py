@@ -122,12 +122,8 @@ class GradientReducer(Reducer):
             return
         if self._submitter.hook is not None:
             self._start_in_order()
-        elif bucket.started or bucket.unsent is not None:
-            return
-        elif not bucket.is_held:
+        elif not bucket.started and not bucket.is_held:
             self._start(bucket, background=True)
-        elif bucket.early:
-            self._submitter.start_early(bucket)
 
     def _start_in_order(self) -> None:
         """Start complete buckets, but none before those that come first on all ranks."""
@@ -310,9 +306,8 @@ class GradientReducer(Reducer):
         policy = self._plan.policy
         self._adopt(policy.after_trial(seconds))
         if policy.delayed and seconds > 0:
-            self._schedule = ForwardSchedule(
-                self._buckets, policy.num_bytes, seconds, backward, self._submitter.process_set
-            )
+            process_set = self._submitter.process_set
+            self._schedule = ForwardSchedule(self._buckets, seconds, backward, process_set)
 
     def _tune(self) -> None:
         """Go on as the measured times say, on all ranks alike."""

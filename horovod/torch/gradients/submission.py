@@ -7,7 +7,6 @@ what cannot be reduced as it is (sparse, compressed, laid out unlike its paramet
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -20,9 +19,9 @@ from horovod.engine.execution.scaling import sum_and_scale
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.torch.compression import NARROW, Compressor, NoneCompressor, wire_type
-from horovod.torch.gradients.buckets import Bucket, Named, Part
+from horovod.torch.gradients.buckets import Bucket, Named
 from horovod.torch.gradients.device_bucket import LaneReduction
-from horovod.torch.gradients.layouts import cut_at, flat, laid_out_like, memory_shape
+from horovod.torch.gradients.layouts import flat, laid_out_like, memory_shape
 from horovod.torch.hooks.base import CommunicationHook, GradientBucket
 from horovod.torch.ops.sparse import sparse_allreduce_async, sparse_tensor
 
@@ -78,11 +77,6 @@ class BucketSubmitter:
     def start(self, bucket: Bucket, background: bool) -> None:
         """Start to reduce the bucket's gradients; without `background` the caller waits at once."""
         bucket.started = True
-        if bucket.cuts:
-            for part in self._parts(bucket):
-                self._start_part(bucket, part)
-            bucket.unsent = []
-            return
         if background:
             bucket.watch()
         prepared = bucket.prepared
@@ -101,34 +95,6 @@ class BucketSubmitter:
             request = self._allreduce(bucket, _name(bucket, index), same_device, background)
             if len(tensors) == 1 and self._is_repeatable(bucket, same_device):
                 bucket.prepared = runtime.prepare(request)
-
-    def start_early(self, bucket: Bucket) -> None:
-        """Start to reduce the part of the bucket that does not wait for the step; `start` the rest.
-
-        Between hosts only, so that there is one device.
-        """
-        parts = self._parts(bucket)
-        self._start_part(bucket, parts[0])
-        bucket.unsent = parts[1:]
-        # Backward keeps its core for some milliseconds more, and the link would rest for as long.
-        os.sched_yield()
-
-    def _parts(self, bucket: Bucket) -> list[Part]:
-        """Of a bucket that is cut, those that are not started yet."""
-        if bucket.unsent is not None:
-            return bucket.unsent
-        bucket.watch()
-        _, tensors = self._tensors(bucket)
-        whole = [tensor for same_device in tensors.values() for tensor in same_device]
-        return [
-            Part(name, [whole[number][start:stop] for number, start, stop in spans], spans)
-            for name, spans in zip(bucket.part_names, cut_at(whole, bucket.cuts), strict=True)
-        ]
-
-    def _start_part(self, bucket: Bucket, part: Part) -> None:
-        if part.tensors:
-            self._allreduce(bucket, part.name, part.tensors, background=True)
-            bucket.spans.append(part.spans)
 
     def _tensors(
         self, bucket: Bucket

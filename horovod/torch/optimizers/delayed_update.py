@@ -7,7 +7,6 @@ started; `horovod.torch.optimizers.pending` notices who needs a parameter.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,16 +14,13 @@ from typing import Any
 import torch
 
 from horovod.common.logging import get_logger
-from horovod.engine.request import Request
 from horovod.torch.gradients.buckets import Bucket
 from horovod.torch.gradients.device_bucket import DeviceBucket
 from horovod.torch.optimizers import pending
-from horovod.torch.optimizers.sliced_update import Slice, SlicedParameter
 
 Parameter = torch.nn.Parameter
 Options = dict[str, Any]  # of a parameter group, without its parameters
-# Updates parameters, or slices of some, with these options of their groups.
-StepOn = Callable[[Sequence[Options], Sequence[Parameter | Slice]], None]
+StepOn = Callable[[Sequence[Options], set[Parameter]], None]  # updates these parameters
 
 logger = get_logger(__name__)
 
@@ -38,13 +34,6 @@ class Update:
         self.bucket = bucket
         self.gradients = [(param, param.grad) for _, param in bucket.params]
         self.cleared = False  # whether zero_grad() was called since
-        self.slices = (
-            _slices(bucket) if isinstance(bucket, Bucket) else []
-        )  # what each request brings, until it has been made use of
-
-    @property
-    def params(self) -> list[Parameter]:
-        return [param for param, _ in self.gradients]
 
 
 class StreamOfStep:
@@ -78,7 +67,7 @@ class DelayedUpdates:
         self._options: list[Options] = []
         self._updates: dict[Parameter, Update] = {}
         self._stream: StreamOfStep | None = None  # on a device: where the step was made
-        self._process = os.getpid()  # a forked one has no such thread
+        self._process = os.getpid()  # a forked one has no thread that reduces
 
     def begin(
         self, buckets: Iterable[Bucket | DeviceBucket], groups: Sequence[Mapping[str, Any]]
@@ -98,13 +87,11 @@ class DelayedUpdates:
                 for param, _ in update.gradients:
                     param.grad = None
                     self._updates[param] = update
-                pending.mark(update.params, self)
+                    pending.mark(param, self)
             self._make(self._reduced())
 
-    def any_left(self) -> bool:
-        return bool(self._updates)
-
     def finish(self, params: Iterable[Parameter] | None = None) -> None:
+        """Make the updates of these parameters, by default all, and wait for them."""
         with pending.lock:
             found = map(self._updates.get, list(self._updates if params is None else params))
             needed = [update for update in dict.fromkeys(found) if update is not None]
@@ -118,6 +105,7 @@ class DelayedUpdates:
                 update.cleared = True
 
     def abandon(self) -> None:
+        """Wait for what is under way, and make no update."""
         with pending.lock:
             while self._updates:
                 update = next(iter(self._updates.values()))
@@ -130,86 +118,44 @@ class DelayedUpdates:
         return [update for update in updates if update.bucket.is_reduced()]
 
     def _make(self, updates: Sequence[Update]) -> None:
-        """All in one step of the optimizer, each call of which costs something."""
+        """Make these updates in one step of the optimizer, each call of which costs something."""
+        if not updates:
+            return
         with contextlib.nullcontext() if self._stream is None else self._stream.used():
-            self._make_now(updates)
-
-    def _make_now(self, updates: Sequence[Update]) -> None:
-        targets: list[Parameter | Slice] = []
-        for update in updates:
-            rest = self._use_what_arrives(update)
-            self._take_back(update)
-            failure = update.bucket.settle()
-            if failure is not None:
-                logger.warning("the last step is incomplete: not all parameters were updated")
-                self.abandon()
-                raise failure
-            targets += update.params if rest is None else rest
-        self._step(targets)
-        for update in updates:
-            if update.cleared:
-                for param, _ in update.gradients:
-                    param.grad = None
-
-    def _use_what_arrives(self, update: Update) -> list[Slice] | None:
-        """Let its requests end, and update slices with what they bring while others are on the way.
-
-        The slices that are left; None if nothing has been updated yet.
-        """
-        if isinstance(update.bucket, DeviceBucket):
-            return None  # the device waits, and not the host
-        requests, slices = update.bucket.requests, update.slices
-        begun = False
-        for request in requests:
-            self._let_end(request)
-            arrived = request.done() and request.failure is None
-            if slices and arrived and _is_awaited(requests[-1]):
-                begun = True
-                self._step(slices.pop(0))
-        return _joined(slices) if begun else None
-
-    def _step(self, targets: Sequence[Parameter | Slice]) -> None:
-        if targets:
-            # What a forward pass may have switched on is off: state that is made must be ordinary.
+            for update in updates:
+                self._let_arrive(update)
+                self._take_back(update)
+                failure = update.bucket.settle()
+                if failure is not None:
+                    logger.warning("the last step is incomplete: not all parameters were updated")
+                    self.abandon()
+                    raise failure
+            # What a forward pass may have switched on is off: new state must be ordinary.
             kind = "cpu" if self._stream is None else self._stream.device.type
             with torch.inference_mode(False), torch.autocast(kind, enabled=False):
-                self._step_on(self._options, targets)
+                params = {param for update in updates for param, _ in update.gradients}
+                self._step_on(self._options, params)
+            for update in updates:
+                if update.cleared:
+                    for param, _ in update.gradients:
+                        param.grad = None
 
-    def _let_end(self, request: Request) -> None:
-        """Wait for one request beside the engine's thread."""
-        while not request.done() and os.getpid() == self._process:
-            request.wait_beside(_LOOK_SECONDS)
+    def _let_arrive(self, update: Update) -> None:
+        """Wait beside the engine's thread, which goes on with the next bucket meanwhile.
+
+        For a bucket on a device it is the device that waits, and not the host.
+        """
+        if isinstance(update.bucket, Bucket):
+            for request in update.bucket.requests:
+                while not request.done() and os.getpid() == self._process:
+                    request.wait_beside(_LOOK_SECONDS)
 
     def _take_back(self, update: Update) -> None:
         """Make its parameters ordinary ones, which have their gradients."""
-        pending.unmark(update.params)
         for param, gradient in update.gradients:
+            pending.unmark(param)
             param.grad = gradient
             del self._updates[param]
-
-
-def _is_awaited(request: Request) -> bool:
-    return not request.done()
-
-
-def _slices(bucket: Bucket) -> list[list[Slice]]:
-    """Return what each of several requests of a bucket brings, if gradients are final with that."""
-    if len(bucket.spans) < 2 or bucket.finishers or bucket.gradients() is None:
-        return []
-    params = [SlicedParameter(param) for _, param in bucket.params]
-    return [
-        [Slice(params[number], start, stop) for number, start, stop in spans]
-        for spans in bucket.spans
-    ]
-
-
-def _joined(slices: Sequence[Sequence[Slice]]) -> list[Slice]:
-    """One slice of each parameter in place of several."""
-    joined: dict[SlicedParameter, Slice] = {}
-    for each in itertools.chain.from_iterable(slices):
-        first = joined.setdefault(each.of, each)
-        joined[each.of] = first._replace(stop=each.stop)
-    return list(joined.values())
 
 
 def _options(group: Mapping[str, Any]) -> Options:

@@ -25,9 +25,8 @@ from horovod.torch.gradients.reducer import GradientReducer
 from horovod.torch.ops.untraced import untraced
 from horovod.torch.optimizers.delayed_update import DelayedUpdates, Options
 from horovod.torch.optimizers.options import TorchOptions
-from horovod.torch.optimizers.pending import is_pending, lock
+from horovod.torch.optimizers.pending import is_pending, lock, watch_iteration, with_aliases
 from horovod.torch.optimizers.reducing import GradientCountdown, ReducingOptimizer
-from horovod.torch.optimizers.sliced_update import Slice
 from horovod.torch.optimizers.wrapping import notify_scheduler, step_of
 
 Parameter = torch.nn.Parameter
@@ -46,9 +45,13 @@ class DelayingOptimizer(ReducingOptimizer):
         super()._configure(options, named, groups)
         model = options.overlap_forward
         assert model is not None
-        # A class of the user's own may have a reason; such a parameter is updated in step().
-        self._in_model = {param for param in model.parameters() if type(param) is Parameter}
-        self._updates = DelayedUpdates(self._step_on) if self._reducer is not None else None
+        in_model = {param for param in model.parameters() if type(param) is Parameter}
+        self._delayable = [param for param in self._parameter_names if param in in_model]
+        self._others = [param for param in self._parameter_names if param not in in_model]
+        self._updates = None
+        if self._reducer is not None:
+            self._updates = DelayedUpdates(self._step_on)
+            watch_iteration(self._updates)
 
     def _finish_updates(self) -> None:
         with lock:
@@ -96,20 +99,15 @@ class DelayingOptimizer(ReducingOptimizer):
             self._reset_passes()
         self._register_hooks()  # for parameters that were frozen before
         self._synchronized = self._seen_by_scaler = False
+        at_once = [*self._others, *with_aliases(self._delayable)]
         updates.begin(buckets, self.param_groups)
-        outside = [param for param in self._parameter_names if param not in self._in_model]
-        updates.finish(outside)
+        updates.finish(at_once)
 
-    def _step_on(self, options: Sequence[Options], targets: Sequence[Parameter | Slice]) -> None:
-        """The wrapped optimizer's step, on some of the parameters or slices of them."""
-        states = self.__dict__["state"]
-        slices = [target for target in targets if isinstance(target, Slice)]
-        chosen: dict[Parameter, torch.Tensor]
-        chosen = {target: target for target in targets if not isinstance(target, Slice)}
-        chosen |= {each.of.param: each.of.lend(each.start, each.stop, states) for each in slices}
+    def _step_on(self, options: Sequence[Options], params: set[Parameter]) -> None:
+        """The wrapped optimizer's step, on some of the parameters."""
         groups = self.param_groups
         used = [
-            {**own, "params": [chosen[param] for param in group["params"] if param in chosen]}
+            {**own, "params": [param for param in group["params"] if param in params]}
             for own, group in zip(options, groups, strict=True)
         ]
         updates, self._updates = self._updates, None  # its own look at the state is no reason
@@ -119,12 +117,10 @@ class DelayingOptimizer(ReducingOptimizer):
         finally:
             self._updates = updates
             self.param_groups = groups
-            for each in slices:
-                each.of.take_back(chosen[each.of.param], each.start, states)
         for group, own, after in zip(groups, options, used, strict=True):
-            if after["params"]:  # where an optimizer keeps things there
-                changed = {key: v for key, v in after.items() if v is not own.get(key, group)}
-                group.update({key: v for key, v in changed.items() if key != "params"})
+            # Some optimizers keep things of their own there.
+            changed = {key: v for key, v in after.items() if v is not own.get(key, group)}
+            group.update({key: v for key, v in changed.items() if key != "params"})
 
     def _on_gradient(self, param: Any, countdown: GradientCountdown) -> None:
         if is_pending(param):
@@ -163,16 +159,14 @@ class DelayingOptimizer(ReducingOptimizer):
         """Reset the gradients; those of updates that are still to be made will not be seen."""
         if not set_to_none:
             self._finish_updates()
-        updates = self._updates
-        if updates is None or not updates.any_left():
-            super().zero_grad(set_to_none=set_to_none)
-            return
-        updates.clear_gradients()
+        if self._updates is not None:
+            self._updates.clear_gradients()
         groups = self.param_groups
-        at_hand = itertools.chain.from_iterable(group["params"] for group in groups)
-        self.param_groups = [{"params": [param for param in at_hand if not is_pending(param)]}]
+        params = itertools.chain.from_iterable(group["params"] for group in groups)
+        # To look at the others' gradients would be to wait for them.
+        self.param_groups = [{"params": [param for param in params if not is_pending(param)]}]
         try:
-            super().zero_grad(set_to_none=True)
+            super().zero_grad(set_to_none=set_to_none)
         finally:
             self.param_groups = groups
 

@@ -127,12 +127,12 @@ def _check_delayable(optimizer: Any, options: TorchOptions, named: list[Named]) 
     for name in ("shard_state", "communication_hook"):
         if getattr(options, name):
             raise ValueError(f"overlap_forward does not go with {name}: leave one of them out")
-    if kind_of(optimizer) is not UpdateKind.ELEMENTWISE:
+    if kind_of(optimizer) is UpdateKind.UNKNOWN:
         kind = class_of(optimizer).__name__
         raise ValueError(
             f"overlap_forward needs an optimizer that updates each element by itself, such as "
-            f"SGD or Adam; {kind} does not, as far as is known here. If it does, set "
-            f"`{kind}.elementwise = True`"
+            f"Adam, or each parameter by itself, such as Muon; {kind} does not, as far as is known "
+            f"here. If it does, set `{kind}.elementwise = True` or `{kind}.tensorwise = True`"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("overlap_forward does not go with an optimizer's differentiable=True")

@@ -2,17 +2,23 @@
 
 `horovod.torch.optimizers.delayed_update` marks parameters here and makes their updates. A stale
 value must not be seen by anybody, so a marked parameter is an instance of `PendingParameter` for
-the time being: torch asks the class before it does anything with the tensor, in whatever way the
-program came by it (a module's attribute, a list kept since the start, the weight of a child module,
-another thread), and the class has the update made first. What torch does not ask about are
-extensions that take tensors in C++, so modules have the updates of their own parameters made before
-they run, and so has whoever iterates over a model's parameters.
+the time being, as torch's own lazy modules have an `UninitializedParameter` until they know its
+shape: torch asks the class before it does anything with the tensor, in whatever way the program
+came by it (a module's attribute, a list kept since the start, the weight of a child module, another
+thread), and the class has the update made first.
 
 Hooks of modules alone would miss whoever uses a parameter outside of its module's forward (a kept
 list, `F.linear` with the weight of a head in a loss, `.data`, a copy), and a TorchFunctionMode sees
 one thread only and is taken off in place of the program's own by the end of a `with torch.device`
-block that began before it. What is replaced and hooked here is so from the first parameter that is
-marked on, so nothing changes for programs without overlap_forward.
+block that began before it. Other memory in place of the parameter's, filled with NaN, would be
+noticed only where NaN is: `(param > 0).sum()` would be wrong.
+
+torch does not ask about what takes tensors in C++ without its knowledge: extensions, TorchScript,
+`torch.func`. So modules have the updates of their own parameters made before they run, scripted
+ones all updates, and so have modules whose parameters somebody iterates over. For this a forward
+hook is there while a parameter is marked, and another `Module.named_parameters` while there is an
+optimizer with overlap_forward. Programs without one have torch as it is. Nor can anything be
+noticed of other tensors with a parameter's memory: see `with_aliases`.
 """
 
 from __future__ import annotations
@@ -22,7 +28,9 @@ import copy
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,10 +43,10 @@ logger = get_logger(__name__)
 
 
 class Updates(Protocol):
-    """Who has updates to make."""
+    """The updates of one optimizer."""
 
     def finish(self, params: Iterable[Parameter] | None = None) -> None:
-        """Make the updates of these parameters, by default all; returns when they are made."""
+        """Make those of these parameters that are its own, by default all, and wait for them."""
 
     def abandon(self) -> None:
         """Wait for what is under way, and make no update."""
@@ -47,77 +55,75 @@ class Updates(Protocol):
 _awaited: dict[Parameter, Updates] = {}  # by the parameters that are marked
 lock = threading.RLock()  # held by the thread that marks parameters or makes updates
 _hook: Any = None  # notices modules that run, while anything is awaited
+_users: weakref.WeakSet[Any] = weakref.WeakSet()  # those for whom iteration is watched
+_replacement: Any = None  # of Module.named_parameters, while there are any
+_once_at_exit = functools.cache(atexit.register)
 
 
 class PendingParameter(Parameter):
-    """What a parameter is while it waits for its update."""
+    """A parameter while it waits for its update."""
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        found: list[Parameter] = []
-        _collect(args, found)
-        _collect(kwargs, found)
-        _eager_finish()(found or None)  # none: hidden in an object that we cannot look into
+        found = [value for value in (*args, *kwargs.values()) if type(value) is PendingParameter]
+        _eager_finish()(found or None)  # none: in a list or another object, where we do not look
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         finish([self])
         return copy.deepcopy(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        finish([self])
-        return self.__reduce_ex__(protocol)
 
-
-def mark(params: Iterable[Parameter], updates: Updates) -> None:
-    """These parameters are to be used by nobody before `updates` has finished them."""
+def mark(param: Parameter, updates: Updates) -> None:
+    """Let nobody use the parameter before `updates` has finished it."""
     global _hook
-    with lock:
-        if _hook is None:
-            _watch_iteration()
-            _hook = torch.nn.modules.module.register_module_forward_pre_hook(_before_forward)
-        for param in params:
-            _awaited[param] = updates
-            param.__class__ = PendingParameter
+    if _hook is None:
+        _hook = torch.nn.modules.module.register_module_forward_pre_hook(_before_forward)
+    _awaited[param] = updates
+    if type(param) is Parameter:  # a class of the user's own may have a reason
+        param.__class__ = PendingParameter
 
 
-def unmark(params: Iterable[Parameter]) -> None:
-    """They are ordinary parameters again."""
+def unmark(param: Parameter) -> None:
+    """Make it an ordinary parameter again."""
     global _hook
-    with lock:
-        for param in params:
-            param.__class__ = Parameter
-            _awaited.pop(param, None)
-        if not _awaited and _hook is not None:
-            _hook.remove()
-            _hook = None
+    if is_pending(param):
+        param.__class__ = Parameter
+    _awaited.pop(param, None)
+    if not _awaited and _hook is not None:
+        _hook.remove()
+        _hook = None
 
 
 def is_pending(param: Any) -> bool:
     return type(param) is PendingParameter
 
 
+def with_aliases(params: Sequence[Parameter]) -> list[Parameter]:
+    """Return those whose memory other tensors use too, which can be read without our noticing.
+
+    Such as a kept state_dict, `param.detach()`, or an array of NumPy's.
+    """
+    storages = [param.untyped_storage()._cdata for param in params]
+    sharing = Counter(storages)  # these parameters themselves: those of an LSTM on a device
+    return [
+        param
+        for param, storage in zip(params, storages, strict=True)
+        # One more is the object that untyped_storage() has made for Python.
+        if torch._C._storage_Use_Count(storage) > sharing[storage] + 1
+    ]
+
+
 def finish(params: Iterable[Parameter] | None = None) -> None:
     """Make the updates of these parameters, by default all in this process."""
     with lock:
-        wanted: dict[Updates, list[Parameter]] = {}
-        for param in list(_awaited if params is None else params):
-            updates = _awaited.get(param)
+        wanted = list(_awaited if params is None else params)
+        for updates in dict.fromkeys(map(_awaited.get, wanted)):
             if updates is not None:
-                wanted.setdefault(updates, []).append(param)
-        for updates, theirs in wanted.items():
-            updates.finish(theirs)
-
-
-@functools.cache
-def _eager_finish() -> Callable[..., None]:
-    """The same where torch.compile may be looking: no part of a graph."""
-    # Not when this module is loaded, for it loads the compiler.
-    disabled: Callable[..., None] = torch.compiler.disable(finish)  # type: ignore[no-untyped-call]
-    return disabled
+                updates.finish(wanted)
 
 
 def abandon() -> None:
@@ -127,39 +133,53 @@ def abandon() -> None:
             updates.abandon()
 
 
-def _collect(value: Any, found: list[Parameter]) -> None:
-    """Add the marked parameters in `value` to `found`."""
-    if type(value) is PendingParameter:
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _collect(item, found)
+@functools.cache
+def _eager_finish() -> Callable[..., None]:
+    """Return `finish` as it is where torch.compile may be looking: no part of a graph."""
+    # Not when this module is loaded, for it loads the compiler.
+    disabled: Callable[..., None] = torch.compiler.disable(finish)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def _before_forward(module: torch.nn.Module, _: Any) -> None:
-    """Make the updates of the module's own parameters."""
+    """Make the updates of the module's own parameters; if it is scripted, all."""
+    if isinstance(module, torch.jit.ScriptModule):
+        _eager_finish()()
+        return
     mine = [param for param in module._parameters.values() if type(param) is PendingParameter]
     if mine:
         _eager_finish()(mine)
 
 
-@functools.cache
-def _watch_iteration() -> None:
-    """Let updates be made before a module hands out its parameters one by one."""
-    named_parameters = torch.nn.Module.named_parameters
+def watch_iteration(user: object) -> None:
+    """Have updates made before modules hand out parameters one by one, while `user` is alive."""
+    global _replacement
+    with lock:
+        _users.add(user)
+        if _replacement is None:
+            _replacement = _watched(torch.nn.Module.named_parameters)
+            torch.nn.Module.named_parameters = _replacement  # type: ignore[method-assign]
+        _once_at_exit(_finish_at_exit)  # before the engine is stopped, for it was there first
 
-    @functools.wraps(named_parameters)
-    def finished(self: torch.nn.Module, *arguments: Any, **keywords: Any) -> Any:
+
+def _watched(original: Any) -> Any:
+    """Return the method in whose place we are, with updates made before; without users it goes."""
+
+    @functools.wraps(original)
+    def named_parameters(self: torch.nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        global _replacement
         if _awaited:
             for module in self.modules():
                 _before_forward(module, None)
-        return named_parameters(self, *arguments, **keywords)
+        elif not _users:
+            with lock:
+                # If another library has put its own in place of ours, that calls ours: it stays.
+                if not _users and torch.nn.Module.named_parameters is _replacement:
+                    torch.nn.Module.named_parameters = original  # type: ignore[method-assign]
+                    _replacement = None
+        return original(self, *arguments, **keywords)
 
-    torch.nn.Module.named_parameters = finished  # type: ignore[method-assign]
-    atexit.register(_finish_at_exit)  # before the engine is stopped, for it was there first
+    return named_parameters
 
 
 def _finish_at_exit() -> None:
