@@ -105,15 +105,19 @@ def is_pending(param: Any) -> bool:
 def with_aliases(params: Sequence[Parameter]) -> list[Parameter]:
     """Return those whose memory other tensors use too, which can be read without our noticing.
 
-    Such as a kept state_dict, `param.detach()`, or an array of NumPy's.
+    Such as a kept state_dict, `param.detach()`, or an array of NumPy's. A torch that cannot count
+    the users of memory has all of them returned: nothing is delayed then, and nothing is wrong.
     """
+    count_uses = getattr(torch._C, "_storage_Use_Count", None)
+    if count_uses is None:
+        return list(params)
     storages = [param.untyped_storage()._cdata for param in params]
     sharing = Counter(storages)  # these parameters themselves: those of an LSTM on a device
     return [
         param
         for param, storage in zip(params, storages, strict=True)
         # One more is the object that untyped_storage() has made for Python.
-        if torch._C._storage_Use_Count(storage) > sharing[storage] + 1
+        if count_uses(storage) > sharing[storage] + 1
     ]
 
 
