@@ -105,6 +105,10 @@ class FixedCluster(Cluster):
             self.note_cause(self.ranks_on(*{name for pair in pairs for name in pair}))
         super()._begin(fault)
 
+    def ends_cut_workers(self, fault: Fault) -> bool:
+        # Ranks that train do not need the store: only their agent notices that a link is cut.
+        return super().ends_cut_workers(fault) and fault.kind != "cut from the store"
+
     def _let_hang(self, worker: Process, kind: str) -> None:
         if len(self.plan.host_names) * self.plan.slots > 1:  # nobody would notice
             super()._let_hang(worker, kind)

@@ -26,7 +26,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
-import json
 import signal
 import sys
 from collections import Counter
@@ -63,8 +62,6 @@ _OUT_OF_REACH = frozenset(
         *("power loss", "kill the launcher", "interrupt the launcher"),
     )
 )
-"""Faults that may keep the launcher from ending what an agent has left."""
-
 _GHOST = "ghost"  # a host that discovery may offer and that is not there
 
 _LEGITIMATE = (
@@ -175,7 +172,9 @@ class Cluster:
         self.deadlines.check_end(self.status, self.ending)
         for loss in self._losses:
             self._check_loss(*loss)
-        if len({json.dumps(each) for each in self.finished.values()}) > 1:
+        # A worker that has finished out of the launcher's reach counts as lost, with its model.
+        known = [each for name, each in self.finished.items() if name not in self._given_up]
+        if any(each != known[0] for each in known):
             self.breach(f"workers finished with different models: {self.finished}")
         if any(epoch != self.plan.epochs for epoch, *_ in self.finished.values()):
             self.breach(f"workers finished before the last epoch's end: {self.finished}")
@@ -261,8 +260,13 @@ class Cluster:
             agent.signal(signal.SIGKILL if fault.kind == "kill agent" else signal.SIGSTOP)
             if fault.kind == "stop agent":
                 self.world.later(fault.seconds, partial(agent.signal, signal.SIGCONT))
-            if not agent.handlers or any(each.kind in _OUT_OF_REACH for each in self.plan.faults):
+            if not agent.handlers or any(map(self._may_cut_off_agents, self.plan.faults)):
                 self._unheard.append(agent)
+
+    def _may_cut_off_agents(self, fault: Fault) -> bool:
+        """Return whether a fault may keep the launcher from ending what an agent has left."""
+        is_between_hosts = fault.kind == "cut between hosts" and HEAD in self._offered
+        return fault.kind in _OUT_OF_REACH or is_between_hosts
 
     def _end_unheard_agents(self) -> None:
         """Let a person end agents that the launcher cannot end, and their workers, after the job.
@@ -272,6 +276,10 @@ class Cluster:
         for agent in self._unheard:
             for process in list(agent.host.processes):
                 process.signal(signal.SIGKILL)
+
+    def ends_cut_workers(self, fault: Fault) -> bool:
+        """Return whether a fault cuts workers off from the launcher, so that they must end."""
+        return fault.kind.startswith("cut") and fault.kind != "cut between hosts"
 
     def _stop(self, worker: Process, fault: Fault) -> None:
         """Stop a worker for a while."""

@@ -117,6 +117,27 @@ MUTANTS = (
         "    raise SystemExit(1) from error",
     ),
     Mutant(
+        "a worker that leaves out of the driver's reach seems to have trained to the end",
+        "past",
+        _MEMBERSHIP,
+        "            raise SystemExit(DRIVER_LOST) from error\n        raise SystemExit(0)",
+        "            pass\n        raise SystemExit(0)",
+    ),
+    Mutant(
+        "nobody says that a worker is lost which the newest decision has left out",
+        "past",
+        "horovod.runner.elastic.job_state",
+        " or (process.joined and not self.is_formed):",
+        ":",
+    ),
+    Mutant(
+        "a request fails because its connection broke while it was idle",
+        "past",
+        "horovod.common.store.client",
+        "            self._forget()\n            stream = self._stream()\n",
+        "            raise\n",
+    ),
+    Mutant(
         "workers that lost their slot before they learned of it wait for ever",
         "past",
         "horovod.runner.elastic.driver",
@@ -234,8 +255,8 @@ MUTANTS = (
         "a broken connection to the store is used again",
         "past",
         "horovod.common.store.client",
-        "        stream.close()\n        self._local.stream = None",
-        "        stream.close()",
+        "            stream.close()\n        self._local.stream = None",
+        "            stream.close()",
     ),
     Mutant(
         "a worker that was told to leave counts as failed",

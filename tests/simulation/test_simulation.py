@@ -32,6 +32,9 @@ ROOT = Path(__file__).parents[2]
 
 CALM = Plan(1, 2, 1, 1, samples=12, pace=0.5, commit_every=2, faults=())
 BUSY = replace(CALM, slots=2, samples=25, epochs=2, batch=2, uses_sets=True, uses_join=True)
+LATE_COMMIT = replace(CALM, seed=0, num_hosts=1, pace=5.0)
+"""A worker alone, which commits for the first time more than ten seconds after the start."""
+
 HANGING = Plan(
     5,
     3,
@@ -139,6 +142,30 @@ FOUND = {
         faults=(
             Fault("connections break", 6.0, 0.0, 0),
             Fault("connections break", 9.0, 0.0, 0),
+        ),
+    ),
+    "a worker that leaves out of the driver's reach seems to have trained to the end": replace(
+        LATE_COMMIT,
+        faults=(
+            Fault("cut from the store", 7.0, 90.0, 0),
+            Fault("tell worker to leave", 8.0, 0.0, 0),
+        ),
+    ),
+    "a request fails because its connection broke while it was idle": replace(
+        LATE_COMMIT,
+        faults=(
+            Fault("tell worker to leave", 8.0, 0.0, 0),
+            Fault("connections break", 8.1, 0.0, 0),
+        ),
+    ),
+    "nobody says that a worker is lost which the newest decision has left out": replace(
+        CALM,
+        seed=0,
+        num_hosts=3,
+        samples=90,
+        faults=(
+            Fault("power loss", 8.0, 90.0, 0),
+            Fault("host is not offered", 8.1, 60.0, 0),  # before the launcher knows that it is lost
         ),
     ),
     "every decision gives workers whose program hangs more time": HANGING,
@@ -250,8 +277,9 @@ They find it with any order of threads, so that other changes of the code do not
 """
 
 
-@pytest.mark.parametrize("seed", [1, 2, 4])
+@pytest.mark.parametrize("seed", [1, 2, 4, 528, 1091, 1289, 1341, 1473])
 def test_promises_are_kept(seed: int):
+    """With 1341 a worker finishes out of the launcher's reach, and the job begins anew."""
     result = simulate(Plan.from_seed(seed))
     assert not result.problem, result.story()
 
