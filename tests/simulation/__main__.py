@@ -64,9 +64,10 @@ def _plans_for(mutant: Mutant, seeds: range) -> Iterator[Plan]:
     # Here, because pytest need not be there for anything else.
     from tests.simulation import test_fixed_ranks, test_simulation
 
-    own = {**test_simulation.FOUND, **test_fixed_ranks.FOUND}.get(mutant.name)
+    yield from test_simulation.plans_for(mutant.name)
+    own = test_fixed_ranks.FOUND.get(mutant.name)
     if own is not None:
-        yield from (replace(own, seed=seed) for seed in range(own.seed, own.seed + 20))
+        yield from (replace(own, seed=seed) for seed in range(own.seed, own.seed + 10))
     kind = FixedPlan if mutant in FIXED_MUTANTS else Plan
     yield from map(kind.from_seed, seeds)
 
