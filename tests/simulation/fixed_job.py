@@ -128,7 +128,7 @@ class FixedCluster(Cluster):
         for name, worker in self.workers.items():
             if worker.code == 0 and name not in self.finished:
                 self.breach(f"{name} ended with status 0, and has not trained to the end")
-        self._end_unheard_agents()
+        self._wake_unheard_agents()
         rest = max(0.0, 1000.0 + self.plan.faults_end - self.world.now)
         self.world.run(lambda: not self._left(), rest + _TIDY_SECONDS)
         if self._left():

@@ -182,7 +182,7 @@ class Cluster:
             self.breach(f"there were {len(self.formed)} generations, though nothing went wrong")
         if self.status == 0 and not self.finished:
             self.breach("the job ended well though nobody has finished")
-        self._end_unheard_agents()
+        self._wake_unheard_agents()
         self.world.run(lambda: not any(p for p in self._left()), 180.0)
         if self._left():
             self.breach(f"left behind: {', '.join(map(str, self._left()))}")
@@ -268,14 +268,14 @@ class Cluster:
         is_between_hosts = fault.kind == "cut between hosts" and HEAD in self._offered
         return fault.kind in _OUT_OF_REACH or is_between_hosts
 
-    def _end_unheard_agents(self) -> None:
-        """Let a person end agents that the launcher cannot end, and their workers, after the job.
+    def _wake_unheard_agents(self) -> None:
+        """Let a person continue agents, after the job, that the launcher cannot end.
 
-        It has never heard of them, cannot reach their host, or is gone itself.
+        It has never heard of them, cannot reach their host, or is gone itself. They must then end
+        themselves and their workers.
         """
         for agent in self._unheard:
-            for process in list(agent.host.processes):
-                process.signal(signal.SIGKILL)
+            agent.signal(signal.SIGCONT)
 
     def ends_cut_workers(self, fault: Fault) -> bool:
         """Return whether a fault cuts workers off from the launcher, so that they must end."""
