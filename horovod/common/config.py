@@ -330,3 +330,5 @@ def _make_knobs() -> tuple[Knob, ...]:
 
 
 KNOBS: tuple[Knob, ...] = _make_knobs()
+
+ELASTIC: Knob = next(knob for knob in KNOBS if knob.name == "elastic")

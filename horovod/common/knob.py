@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +30,22 @@ class Knob:
     maximum: float | None
     choices: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def env(self) -> str:
         """The name of the environment variable."""
         return PREFIX + self.name.upper()
+
+    def read(self, environ: Mapping[str, str]) -> Any:
+        """Return the knob's value in an environment: its default where that does not set it.
+
+        Args:
+            environ: The variables.
+
+        Raises:
+            ValueError: The variable has a value that cannot be understood, or is out of bounds.
+        """
+        text = environ.get(self.env, "").strip()
+        return self.parse(text) if text else self.default
 
     def parse(self, text: str) -> Any:
         """Return the value that `text` stands for.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from typing import Any
 
 import torch
@@ -15,43 +16,49 @@ import torch
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 
-_UNPICKLABLE = -1  # sent in place of an object's size, so that nobody waits for its bytes
+_SIZE = struct.Struct("<q")  # of the pickled object that follows
+_UNPICKLABLE = -1  # in place of the size, so that nobody waits for what follows
+_HEAD = 4096
+"""Bytes of the first message of a broadcast. Most objects, such as counters, need no second one."""
 
 
 def broadcast_object(obj: Any, root_rank: int, name: str, process_set_id: int) -> Any:
     """Return the root's object on every rank; the root gets back the very object it passed."""
     runtime.group(process_set_id)  # says so where there is none
     is_root = runtime.topology.rank == root_rank
-    payload = failure = None
-    if is_root:
-        payload, failure = _pickled(obj)
-    size = torch.tensor([_UNPICKLABLE if payload is None else len(payload)])
-    _broadcast(size, root_rank, f"{name}.sz", process_set_id)
+    parcel, failure = _pack(obj) if is_root else (bytearray(), None)
+    head = parcel[:_HEAD].ljust(_HEAD, b"\0")
+    _broadcast(torch.frombuffer(head, dtype=torch.uint8), root_rank, f"{name}.sz", process_set_id)
     if failure is not None:
         raise failure
-    num_bytes = int(size)
-    if num_bytes == _UNPICKLABLE:
+    (size,) = _SIZE.unpack_from(head)
+    if size == _UNPICKLABLE:
         raise ValueError(f"rank {root_rank} could not pickle the object to broadcast")
-    if payload is None:
-        payload = bytearray(num_bytes)
-    content = torch.frombuffer(payload, dtype=torch.uint8)
-    _broadcast(content, root_rank, f"{name}.t", process_set_id)
-    return obj if is_root else pickle.loads(payload)
+    if not is_root:
+        parcel = head + bytearray(max(0, _SIZE.size + size - _HEAD))
+    if len(parcel) > _HEAD:
+        rest = torch.frombuffer(parcel, dtype=torch.uint8, offset=_HEAD)
+        _broadcast(rest, root_rank, f"{name}.t", process_set_id)
+    return obj if is_root else pickle.loads(memoryview(parcel)[_SIZE.size :])
 
 
 def allgather_object(obj: Any, name: str, process_set_id: int) -> list[Any]:
     """Return every rank's object, in the order of ranks."""
-    payload, failure = _pickled(obj)
-    size = torch.tensor([_UNPICKLABLE if payload is None else len(payload)])
-    sizes = _allgather(size, f"{name}.sz", process_set_id).tolist()
+    parcel, failure = _pack(obj)
+    mine = torch.frombuffer(parcel, dtype=torch.uint8)
+    everything = _allgather(mine, f"{name}.t", process_set_id).numpy().data
     if failure is not None:
         raise failure
-    if _UNPICKLABLE in sizes:
-        rank = runtime.process_set_ranks(process_set_id)[sizes.index(_UNPICKLABLE)]
-        raise ValueError(f"rank {rank} could not pickle its object")
-    mine = torch.frombuffer(payload, dtype=torch.uint8)
-    everything = _allgather(mine, f"{name}.t", process_set_id)
-    return [pickle.loads(part.numpy().tobytes()) for part in everything.split_with_sizes(sizes)]
+    objects: list[Any] = []
+    start = 0
+    for rank in runtime.process_set_ranks(process_set_id):
+        (size,) = _SIZE.unpack_from(everything, start)
+        if size == _UNPICKLABLE:
+            raise ValueError(f"rank {rank} could not pickle its object")
+        start += _SIZE.size
+        objects.append(pickle.loads(everything[start : start + size]))
+        start += size
+    return objects
 
 
 def _broadcast(tensor: torch.Tensor, root_rank: int, name: str, process_set_id: int) -> None:
@@ -66,13 +73,16 @@ def _allgather(tensor: torch.Tensor, name: str, process_set_id: int) -> torch.Te
     return gathered
 
 
-def _pickled(obj: Any) -> tuple[bytearray | None, Exception | None]:
-    """Return the object as writable bytes, or why it cannot be."""
+def _pack(obj: Any) -> tuple[bytearray, Exception | None]:
+    """Return the object as writable bytes, after their number, or why it cannot be pickled."""
     import cloudpickle  # here, because importing it takes longer than the rest of this module
 
-    buffer = io.BytesIO()
+    buffer = io.BytesIO(bytes(_SIZE.size))
+    buffer.seek(_SIZE.size)
     try:
         cloudpickle.dump(obj, buffer)
     except Exception as error:
-        return None, error
-    return bytearray(buffer.getbuffer()), None
+        return bytearray(_SIZE.pack(_UNPICKLABLE)), error
+    parcel = bytearray(buffer.getbuffer())
+    _SIZE.pack_into(parcel, 0, len(parcel) - _SIZE.size)
+    return parcel, None

@@ -155,6 +155,16 @@ class Transport(ABC):
     def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
         """Concatenate every rank's `source` of `counts[rank]` elements into `output`."""
 
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        """Return every rank's bytes, in rank order. They may differ in length."""
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        self.allgather(torch.tensor([len(content)]), lengths, [1] * self.size)
+        counts: list[int] = lengths.tolist()
+        source = torch.frombuffer(bytearray(content or b"-"), dtype=torch.uint8)[: len(content)]
+        output = torch.empty(sum(counts), dtype=torch.uint8)
+        self.allgather(source, output, counts)
+        return [part.numpy().tobytes() for part in torch.split(output, counts)]
+
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Copy the `tensor` of rank `root` into the `tensor` of every other rank."""

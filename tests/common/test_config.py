@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.common.config import KNOBS, Config
+from horovod.common.config import ELASTIC, KNOBS, Config
 from horovod.common.knob import Knob
 from horovod.common.knobs_page import knobs_page
 
@@ -122,3 +122,10 @@ def test_page_names_every_knob() -> None:
     for knob in KNOBS:
         assert f"`{knob.env}`" in page
         assert knob.help.endswith(".")
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("no", False), (" ", False)])
+def test_one_knob_is_read_without_the_others(text: str, value: bool):
+    environ = {"HOROVOD_ELASTIC": text, "HOROVOD_CYCLE_TIME": "nonsense"}
+    assert ELASTIC.read(environ) is value
+    assert ELASTIC.read({}) is False

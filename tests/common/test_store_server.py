@@ -300,6 +300,13 @@ def test_lost_server_is_named(server: StoreServer) -> None:
         connect(server)
 
 
+def test_a_connection_that_broke_while_it_was_idle_is_replaced(server: StoreServer) -> None:
+    client = connect(server)
+    assert client.add("count", 1) == 1
+    client._local.stream._socket.shutdown(socket.SHUT_RDWR)
+    assert client.add("count", 1) == 2  # it has not been counted twice
+
+
 def test_closing_the_server_wakes_waiting_clients(server: StoreServer) -> None:
     client = connect(server)
     failures: list[BaseException] = []

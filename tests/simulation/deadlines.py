@@ -82,7 +82,7 @@ class Deadlines:
             self._rough_until = max(self._rough_until, end)
             if fault.kind != "connections break":  # others are made at once
                 self._within_reach[host] = max(self._within_reach.get(host, 0.0), end)
-        if fault.kind.startswith("cut") and fault.kind != "cut between hosts":
+        if self._cluster.ends_cut_workers(fault):
             look = partial(self._check_out_of_reach, host, now)
             self._cluster.world.later(_OUT_OF_REACH_SECONDS, look)
 

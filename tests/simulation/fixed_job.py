@@ -105,6 +105,10 @@ class FixedCluster(Cluster):
             self.note_cause(self.ranks_on(*{name for pair in pairs for name in pair}))
         super()._begin(fault)
 
+    def ends_cut_workers(self, fault: Fault) -> bool:
+        # Ranks that train do not need the store: only their agent notices that a link is cut.
+        return super().ends_cut_workers(fault) and fault.kind != "cut from the store"
+
     def _let_hang(self, worker: Process, kind: str) -> None:
         if len(self.plan.host_names) * self.plan.slots > 1:  # nobody would notice
             super()._let_hang(worker, kind)
@@ -124,7 +128,7 @@ class FixedCluster(Cluster):
         for name, worker in self.workers.items():
             if worker.code == 0 and name not in self.finished:
                 self.breach(f"{name} ended with status 0, and has not trained to the end")
-        self._end_unheard_agents()
+        self._wake_unheard_agents()
         rest = max(0.0, 1000.0 + self.plan.faults_end - self.world.now)
         self.world.run(lambda: not self._left(), rest + _TIDY_SECONDS)
         if self._left():

@@ -123,6 +123,13 @@ FIXED_MUTANTS = (
         "        if False:",
     ),
     Mutant(
+        "those who waited for a rank on the launcher's host that cannot be ended are blamed",
+        "past",
+        _FIXED,
+        "if self._cause.awaited(ranks) or (agent.remote and not self._job.is_ending):",
+        "if agent.remote:",
+    ),
+    Mutant(
         "the workers of an agent that was killed are left running",
         "past",
         "horovod.runner.agents.controller",

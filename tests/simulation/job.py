@@ -26,7 +26,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
-import json
 import signal
 import sys
 from collections import Counter
@@ -63,8 +62,6 @@ _OUT_OF_REACH = frozenset(
         *("power loss", "kill the launcher", "interrupt the launcher"),
     )
 )
-"""Faults that may keep the launcher from ending what an agent has left."""
-
 _GHOST = "ghost"  # a host that discovery may offer and that is not there
 
 _LEGITIMATE = (
@@ -175,7 +172,9 @@ class Cluster:
         self.deadlines.check_end(self.status, self.ending)
         for loss in self._losses:
             self._check_loss(*loss)
-        if len({json.dumps(each) for each in self.finished.values()}) > 1:
+        # A worker that has finished out of the launcher's reach counts as lost, with its model.
+        known = [each for name, each in self.finished.items() if name not in self._given_up]
+        if any(each != known[0] for each in known):
             self.breach(f"workers finished with different models: {self.finished}")
         if any(epoch != self.plan.epochs for epoch, *_ in self.finished.values()):
             self.breach(f"workers finished before the last epoch's end: {self.finished}")
@@ -183,7 +182,7 @@ class Cluster:
             self.breach(f"there were {len(self.formed)} generations, though nothing went wrong")
         if self.status == 0 and not self.finished:
             self.breach("the job ended well though nobody has finished")
-        self._end_unheard_agents()
+        self._wake_unheard_agents()
         self.world.run(lambda: not any(p for p in self._left()), 180.0)
         if self._left():
             self.breach(f"left behind: {', '.join(map(str, self._left()))}")
@@ -261,17 +260,26 @@ class Cluster:
             agent.signal(signal.SIGKILL if fault.kind == "kill agent" else signal.SIGSTOP)
             if fault.kind == "stop agent":
                 self.world.later(fault.seconds, partial(agent.signal, signal.SIGCONT))
-            if not agent.handlers or any(each.kind in _OUT_OF_REACH for each in self.plan.faults):
+            if not agent.handlers or any(map(self._may_cut_off_agents, self.plan.faults)):
                 self._unheard.append(agent)
 
-    def _end_unheard_agents(self) -> None:
-        """Let a person end agents that the launcher cannot end, and their workers, after the job.
+    def _may_cut_off_agents(self, fault: Fault) -> bool:
+        """Return whether a fault may keep the launcher from ending what an agent has left."""
+        is_between_hosts = fault.kind == "cut between hosts" and HEAD in self._offered
+        return fault.kind in _OUT_OF_REACH or is_between_hosts
 
-        It has never heard of them, cannot reach their host, or is gone itself.
+    def _wake_unheard_agents(self) -> None:
+        """Let a person continue agents, after the job, that the launcher cannot end.
+
+        It has never heard of them, cannot reach their host, or is gone itself. They must then end
+        themselves and their workers.
         """
         for agent in self._unheard:
-            for process in list(agent.host.processes):
-                process.signal(signal.SIGKILL)
+            agent.signal(signal.SIGCONT)
+
+    def ends_cut_workers(self, fault: Fault) -> bool:
+        """Return whether a fault cuts workers off from the launcher, so that they must end."""
+        return fault.kind.startswith("cut") and fault.kind != "cut between hosts"
 
     def _stop(self, worker: Process, fault: Fault) -> None:
         """Stop a worker for a while."""

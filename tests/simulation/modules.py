@@ -88,7 +88,7 @@ class Library:
             "__import__": self._import,
             "open": functools.partial(open_file, self),
         }
-        self._codes: dict[str, Any] = {}
+        self._found: dict[str, Any] = {}  # what `_find` has returned
         self.owner: Any = None  # the process whose variables are in the modules now
 
     def begin(self, world: World) -> None:
@@ -186,13 +186,12 @@ class Library:
 
     def _find(self, name: str) -> Any:
         """Return what `importlib.util.find_spec` does, with changes to the source."""
-        path, tree = parse(name, self._patches.get(name, ()))
-        if name not in self._codes:
-            self._codes[name] = compile(tree, str(path), "exec")
-        loader = SimpleNamespace(
-            get_code=self._codes.get, get_source=lambda _: path.read_text(encoding="utf-8")
-        )
-        return SimpleNamespace(loader=loader)
+        if name not in self._found:
+            path, tree = parse(name, self._patches.get(name, ()))
+            code, source = compile(tree, str(path), "exec"), path.read_text(encoding="utf-8")
+            loader = SimpleNamespace(get_code=lambda _: code, get_source=lambda _: source)
+            self._found[name] = SimpleNamespace(loader=loader)
+        return self._found[name]
 
     def _import(
         self, name: str, globals_: Any = None, locals_: Any = None, names: Any = (), level: int = 0

@@ -260,7 +260,7 @@ class Socket:
         self.send(data)
 
     def sendmsg(self, buffers: list[Any], *_: Any) -> int:
-        return self.send(b"".join(bytes(memoryview(each).cast("B")) for each in buffers))
+        return self.send(b"".join(buffers))
 
     def shutdown(self, how: int) -> None:
         self._check_open()

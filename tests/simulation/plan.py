@@ -114,11 +114,21 @@ class Plan:
         return 6 * self.elastic_timeout + 2 * self.epochs * self.samples * self.pace / self.batch
 
     @classmethod
-    def from_seed(cls, seed: int, num_hosts: int = 0, num_faults: int = -1) -> Plan:
-        """Draw a job. Faults are drawn apart from the scheduling, so that some can be left out."""
+    def from_seed(
+        cls, seed: int, num_hosts: int = 0, num_faults: int = -1, num_slots: int = 0
+    ) -> Plan:
+        """Draw a job. Faults are drawn apart from the scheduling, so that some can be left out.
+
+        Args:
+            seed: The number that decides everything.
+            num_hosts: The number of hosts; 0 to draw it.
+            num_faults: The number of faults; negative to draw it. Some seeds add one or two.
+            num_slots: The number of slots of each host; 0 to draw it.
+        """
         draw = random.Random(f"plan {seed}")
         hosts = num_hosts or draw.randint(1, 4)
-        slots = draw.randint(1, 2)
+        drawn_slots = draw.randint(1, 2)
+        slots = num_slots or drawn_slots
         epochs, batch = draw.randint(1, 3), draw.randint(1, 3)
         steps, pace = draw.randint(4, 12), draw.choice([0.05, 0.5, 2.0, 5.0])
         length = steps * pace + 10.0

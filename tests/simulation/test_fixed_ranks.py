@@ -94,6 +94,14 @@ FOUND: dict[str, FixedPlan] = {
             Fault("stop worker for good", 8.1, 0.0, 2),
         ),
     ),
+    "those who waited for a rank on the launcher's host that cannot be ended are blamed": replace(
+        CALM,
+        includes_head=True,
+        faults=(
+            Fault("stop agent for good", 8.0, 0.0, 1),
+            Fault("stop worker for good", 8.1, 0.0, 0),
+        ),
+    ),
     "the workers of an agent that was killed are left running": KILLED_AGENT,
     "an agent that is stopped is waited for without end": STOPPED_AGENT,
     "an agent that is stopped is left on its host": STOPPED_AGENT,
@@ -128,9 +136,13 @@ def test_the_launchers_own_host_takes_part():
     assert (result.problem, result.status) == ("", 0), result.story()
 
 
-@pytest.mark.parametrize("seed", [*range(12), 67])
+@pytest.mark.parametrize("seed", [*range(12), 67, 401, 668, 809, 1530])
 def test_promises_are_kept(seed: int):
-    """With 67 a host is lost, and all other ranks end because of it before the launcher knows."""
+    """With 67 a host is lost, and all other ranks end because of it before the launcher knows.
+
+    With 401 and 668 a rank and the agent on the launcher's own host are lost, with 809 a stopped
+    agent is out of reach, and with 1530 ranks train on without the store.
+    """
     result = simulate(FixedPlan.from_seed(seed))
     assert not result.problem, result.story()
 

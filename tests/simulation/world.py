@@ -114,7 +114,10 @@ class World:
                 while index >= count:
                     index = draw_bits(count.bit_length())
                 task = candidates[index]
-                self._runnable.remove(task)
+                if candidates is self._runnable:
+                    del candidates[index]
+                else:
+                    self._runnable.remove(task)
                 self._switch_to(task)
             elif timers and timers[0][0] <= end:
                 self.now = max(self.now, timers[0][0])

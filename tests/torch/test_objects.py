@@ -37,6 +37,28 @@ def test_a_large_object(pool2: RankPool):
     assert pool2.run(_large_object) == [3_000_000] * 2
 
 
+def _texts_of_many_lengths() -> list[int]:
+    lengths = [0, 3_000, *range(4_060, 4_100), 9_000]
+    return [len(hvd.broadcast_object("x" * each if hvd.rank() == 1 else "", 1)) for each in lengths]
+
+
+def test_objects_around_the_size_of_the_first_message(pool2: RankPool):
+    assert pool2.run(_texts_of_many_lengths) == [[0, 3_000, *range(4_060, 4_100), 9_000]] * 2
+
+
+def _num_operations(length: int) -> list[int]:
+    before = hvd.stats()["operations"]
+    hvd.broadcast_object("x" * length, 0)
+    between = hvd.stats()["operations"]
+    hvd.allgather_object("x" * length)
+    return [between - before, hvd.stats()["operations"] - between]
+
+
+def test_small_objects_need_one_operation(pool2: RankPool):
+    assert pool2.run(_num_operations, 100) == [[1, 1]] * 2
+    assert pool2.run(_num_operations, 100_000) == [[2, 1]] * 2
+
+
 def _functions() -> list[int]:
     offset = 10 * (hvd.rank() + 1)
     functions = hvd.allgather_object(lambda value: value + offset)

@@ -97,6 +97,7 @@ def cases(size: int) -> st.SearchStrategy[Case]:
         ),
         reduction("reduce_scatter", ragged),
         st.builds(Case, st.just("allgather"), dtype, counts=ragged, seed=seed),
+        st.builds(Case, st.just("gather_bytes"), st.just("uint8"), counts=ragged, seed=seed),
         st.builds(Case, st.just("broadcast"), dtype, counts=lengths(size), root=rank, seed=seed),
         st.builds(
             Case,
@@ -259,6 +260,12 @@ def _allgather(transport: Transport, case: Case) -> str:
     transport.allgather(inputs[transport.rank], output, case.counts)
     check(case, output, torch.cat(inputs))
     return digest(output)
+
+
+def _gather_bytes(transport: Transport, case: Case) -> str:
+    inputs = [data(case, rank, count).numpy().tobytes() for rank, count in enumerate(case.counts)]
+    assert transport.gather_bytes(inputs[transport.rank]) == inputs
+    return ""
 
 
 def _broadcast(transport: Transport, case: Case) -> str:

@@ -16,7 +16,7 @@ from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Slot
 
 _OVER = "over"  # the key that is set in a generation that a worker has left
-_SLICE = 2.0
+_SLICE = 4.0
 """Seconds after which a wait for other workers looks for a reason in this process to end it.
 
 What happens elsewhere ends it at once: another worker gives up, or the driver decides anew.

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from horovod.common.config import Config
+from horovod.common.config import ELASTIC
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.generations.decisions import (
     DRIVER_LOST,
@@ -58,7 +58,7 @@ _MOST_FRUITLESS = 3  # generations of one decision that may break before anythin
 
 def is_elastic(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether an elastic launcher started this process."""
-    return bool(environ.get(WORKER_ID)) and Config.from_env(environ).elastic
+    return bool(environ.get(WORKER_ID) and ELASTIC.read(environ))
 
 
 class Membership:
@@ -248,8 +248,11 @@ class Membership:
         """Leave the job on purpose: say so, and end the process in order."""
         self._finished = True
         logger.warning("worker %s leaves the job, as it was told to", self.worker_id)
-        with contextlib.suppress(OSError):
+        try:
             self.store.set(leaving_key(self.worker_id), b"")
+        except OSError as error:
+            # From a worker that said nothing, status 0 would mean that it has trained to the end.
+            raise SystemExit(DRIVER_LOST) from error
         raise SystemExit(0)
 
     # -- watching ----------------------------------------------------------------------------

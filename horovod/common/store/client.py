@@ -97,12 +97,10 @@ class StoreClient(Store):
 
     def _request(self, header: dict[str, Any], body: bytes = b"", wait: float = 0.0) -> Message:
         """Send a request and return the answer, for which the server may wait `wait` seconds."""
-        stream = self._stream()
         try:
-            stream.send(header, body, timeout=self._timeout + _ANSWER_GRACE)
-            answer = stream.receive(wait + _ANSWER_GRACE)
+            answer = self._send(header, body).receive(wait + _ANSWER_GRACE)
         except OSError as error:
-            self._forget(stream)
+            self._forget()
             raise ConnectionError(
                 f"lost the job's store at {self.address}:{self.port} ({error}): the launcher or "
                 f"rank 0, which serves it, has probably ended; look at its output first"
@@ -111,15 +109,31 @@ class StoreClient(Store):
             raise
         except BaseException:
             # An interrupted exchange leaves an answer on its way: never reuse the connection.
-            self._forget(stream)
+            self._forget()
             raise
         if "error" in answer.header:
             raise ValueError(answer.header["error"])
         return answer
 
-    def _forget(self, stream: Stream) -> None:
+    def _send(self, header: dict[str, Any], body: bytes) -> Stream:
+        """Send a request, and return the connection on which the answer comes."""
+        seconds = self._timeout + _ANSWER_GRACE
+        stream = self._stream()
+        try:
+            stream.send(header, body, timeout=seconds)
+        except ConnectionError:
+            # It was idle, and broke meanwhile. The server takes whole frames only, so it has not
+            # got this request, and another connection may carry it.
+            self._forget()
+            stream = self._stream()
+            stream.send(header, body, timeout=seconds)
+        return stream
+
+    def _forget(self) -> None:
         """Close this thread's connection; its next request opens another."""
-        stream.close()
+        stream: Stream | None = getattr(self._local, "stream", None)
+        if stream is not None:
+            stream.close()
         self._local.stream = None
 
     def _stream(self) -> Stream:

@@ -117,13 +117,8 @@ def _deadlock(queue: Sequence[Request], group: Group, transport: Transport) -> N
 
 def gather_json(value: Any, transport: Transport) -> list[Any]:
     """Return everybody's value."""
-    text, size = json.dumps(value).encode(), transport.size
-    lengths = torch.empty(size, dtype=torch.int64)
-    transport.allgather(torch.tensor([len(text)]), lengths, [1] * size)
-    counts: list[int] = lengths.tolist()
-    output = torch.empty(sum(counts), dtype=torch.uint8)
-    transport.allgather(torch.frombuffer(bytearray(text), dtype=torch.uint8), output, counts)
-    return [json.loads(part.numpy().tobytes()) for part in torch.split(output, counts)]
+    content = json.dumps(value).encode()
+    return [json.loads(each) for each in transport.gather_bytes(content)]
 
 
 def _compare(queues: Sequence[Queue], joined: set[int]) -> dict[str, Finding]:

@@ -261,10 +261,10 @@ class HostManager:
     @property
     def current_hosts(self) -> DiscoveredHosts:
         now = time.monotonic()
-        slots = {
-            host: max(0, count - sum(until > now for until in self._given_back.get(host, ())))
-            for host, count in self._slots.items()
-        }
+        slots = dict(self._slots)
+        for host in self._given_back.keys() & slots:
+            num_unused = sum(until > now for until in self._given_back[host])
+            slots[host] = max(0, slots[host] - num_unused)
         return DiscoveredHosts(slots, tuple(slots), self._blacklisted())
 
     def update_available_hosts(self) -> int:

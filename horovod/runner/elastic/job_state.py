@@ -302,7 +302,9 @@ class JobState:
         self.failures.append(failure)
         own = [each for each in self.failures if each.exit.because_of is None]
         self.last_failure = (own or self.failures)[-1]
-        if process.number in self.placed_workers:
+        # Until the newest generation has formed, the others may still be in an older one and wait
+        # for a worker that the newest decision has left out.
+        if process.number in self.placed_workers or (process.joined and not self.is_formed):
             self.failed_workers.append(process.number)
         return failure
 

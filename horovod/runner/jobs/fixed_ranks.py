@@ -124,20 +124,19 @@ class FixedRanks(JobPolicy):
         own = [slot.rank for slot in self._request.hosts[agent.name]]
         ranks = [rank for rank in own if rank in self._running]
         self._running -= set(ranks)
+        if self._cause.awaited(ranks) or (agent.remote and not self._job.is_ending):
+            how = f"lost: {agent.describe_end(code)}"
+            self.outcome.lost = LostHost(agent.name, ranks or own, how, agent.last_words)
         if not agent.remote:
             said = f":\n{agent.last_words}" if agent.last_words else ""
             self._end_for(
                 f"the process that watches over the workers (pid {agent.pid}) died; the workers "
                 f"were killed{said}"
             )
-        elif not self._job.is_ending or self._cause.awaited(ranks):
-            how = f"lost: {agent.describe_end(code)}"
-            self.outcome.lost = LostHost(agent.name, ranks or own, how, agent.last_words)
-            if self._job.is_ending:
-                return
+        elif not self._job.is_ending and self.outcome.lost is not None:
             who = format_ranks(self.outcome.lost.ranks)
             self._console.say(
-                f"{agent.name} (rank {who}) {how}; stopping the others",
+                f"{agent.name} (rank {who}) {self.outcome.lost.how}; stopping the others",
                 Colour.FAILURE,
             )
             self._stop_ranks()

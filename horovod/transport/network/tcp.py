@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from horovod.common.exceptions import HorovodInternalError, fresh_copy
@@ -31,6 +32,7 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport import pairwise
 from horovod.transport.arithmetic import ignore_overflow
 from horovod.transport.base import WORD, Group
+from horovod.transport.division import as_bytes
 from horovod.transport.eight_bits import is_coded
 from horovod.transport.network.coded_reduction import CodedReduction, add_up_among_many
 from horovod.transport.network.direct_reduction import DirectReduction
@@ -50,6 +52,7 @@ from horovod.transport.pairwise import PairwiseTransport
 
 INLINE = 64 * 1024  # bytes that may travel with an agreement
 INLINE_TOTAL = 256 * 1024  # ... as long as all that arrives at one rank stays below this
+RECORD = 8 * 1024  # bytes up to which fewer messages gather faster than more direct ones
 _LEAVE_SECONDS = 1.0  # that a closing rank gives the others to finish reading from it
 
 
@@ -178,6 +181,21 @@ class TcpTransport(PairwiseTransport):
             lambda: sent.done and awaited.done,
         )
         return memoryview(awaited.body)
+
+    # -- gathering -------------------------------------------------------------------------
+
+    def gather_bytes(self, content: bytes) -> list[bytes]:
+        with self._guard():
+            return [bytes(record) for record in self._gather(content)]
+
+    def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
+        if self.size > pairwise.DIRECT or max(counts) * source.element_size() > RECORD:
+            super().allgather(source, output, counts)
+            return
+        with self._guard():
+            content = b"".join(self._gather(payload_of([source])))
+            if content:
+                as_bytes(output).numpy()[:] = np.frombuffer(content, np.uint8)
 
     # -- reducing --------------------------------------------------------------------------
 
