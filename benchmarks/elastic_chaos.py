@@ -131,6 +131,7 @@ class Chaos:
     def __init__(self, folder: Path, job: Job, runs: Callable[[], bool]) -> None:
         self.inflicted: Counter[str] = Counter()
         self.held: list[str] = []  # the workers that held the lock
+        self._raising = ""  # the last worker that was to raise an exception
         self._folder = folder
         self._job = job
         self._runs = runs
@@ -147,6 +148,8 @@ class Chaos:
 
     def bring(self, fault: Fault) -> None:
         time.sleep(fault.pause)
+        if fault.kind == "exception":
+            self._await_exception()
         trigger = fault.moment in RECOVERING
         self._await(fault.patient, fault.many + 2 * trigger)  # one has to be left to recover
         candidates, victims = self._candidates(), []
@@ -157,6 +160,18 @@ class Chaos:
             self._inflict(fault, worker)
         for worker in victims[fault.many :]:
             self._signal(worker, "SIGKILL")
+
+    def _await_exception(self) -> None:
+        """Wait until the last worker that was to raise an exception is gone.
+
+        If all workers that there are raise one, the job ends, rightly.
+        """
+        deadline = time.monotonic() + PATIENCE
+        while self._runs() and self._raising in self._job.present():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)  # between looks at a file
+            self._job.read()
 
     def end_one_early(self) -> None:
         """Somebody ends as if it were done, while the others go on."""
@@ -187,6 +202,8 @@ class Chaos:
     def _inflict(self, fault: Fault, worker: str) -> None:
         if fault.kind == "hold":
             self.held.append(worker)
+        elif fault.kind == "exception":
+            self._raising = worker
         if fault.moment == "any":
             self._signal(worker, fault.kind)
         else:
