@@ -51,7 +51,7 @@ def is_forked(arguments: list[str]) -> bool:
 
 if __name__ == "__main__":
     socket_path, *program = sys.argv[1:]
-    if program[0] == "-u":  # streams of forked programs are never buffered
+    if program[:1] == ["-u"]:  # streams of forked programs are never buffered
         del program[0]
     if not is_forked(program):
         is_agent = program[-1:] == ["horovodrun-agent"]
