@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -46,39 +45,33 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     reason = available()
     if reason is not None:
         pytest.skip(reason)
+    command = [sys.executable, "-c", RAY, "start", "--num-cpus=1", "--block"]
     with ExitStack() as stack:
         found = stack.enter_context(Hosts(3))
-        variables = {**os.environ, "RAY_TMPDIR": _short(tmp_path, stack)}
-
-        def start(host: int) -> subprocess.Popen[bytes]:
+        for host in range(3):
+            where = [f"--node-ip-address={host_address(host)}"]
+            if host == 0:
+                where += ["--head", f"--port={PORT}", "--include-dashboard=false"]
+            else:
+                where += [f"--address={host_address(0)}:{PORT}"]
             for attempt in range(ATTEMPTS):
                 log = tmp_path / f"node{host}.{attempt}"
-                node = _start(found, host, log, variables)
+                with log.open("wb") as file:
+                    node = found.popen(
+                        host,
+                        [*command, *where],
+                        stdout=file,
+                        stderr=file,
+                        env={**os.environ, "RAY_TMPDIR": _short(tmp_path, stack)},
+                        start_new_session=True,
+                    )
                 if _starts(node, log):
                     stack.callback(_end, node)
-                    return node
+                    break
                 _end(node)
-            pytest.fail(log.read_text())
-
-        start(0)
-        with ThreadPoolExecutor(2) as pool:
-            others = list(pool.map(start, (1, 2)))
+            else:
+                pytest.fail(log.read_text())
         yield found
-        for node in others:  # both, before one is waited for; the first of all comes last
-            node.send_signal(signal.SIGTERM)
-
-
-def _start(hosts: Hosts, host: int, log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a node as users do."""
-    address = host_address(host)
-    command = [sys.executable, "-c", RAY, "start", "--num-cpus=1", "--block"]
-    command += [f"--node-ip-address={address}"]
-    if host == 0:
-        command += ["--head", f"--port={PORT}", "--include-dashboard=false"]
-    else:
-        command += [f"--address={host_address(0)}:{PORT}"]
-    with log.open("wb") as file:
-        return hosts.popen(host, command, stdout=file, stderr=file, env=env, start_new_session=True)
 
 
 def _short(folder: Path, stack: ExitStack) -> str:
