@@ -93,7 +93,7 @@ test-jax: $(VENV)-frameworks/.installed
 	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest $(PYTEST) tests/jax tests/bindings
 
 # In one process: they share a cluster of Spark, which takes its time to start.
-test-spark: $(VENV)-frameworks/.installed
+test-spark: $(VENV)-frameworks/spark.jsa
 	TF_CPP_MIN_LOG_LEVEL=2 $(FW_BIN)/python -m pytest tests/spark
 
 test-ray: $(VENV)-frameworks/.installed
@@ -165,6 +165,10 @@ $(VENV)-frameworks/.installed: pyproject.toml constraints.txt | $(FW_BIN)/python
 	$(FW_BIN)/python $(INSTALL) -e '.[test,keras,jax,spark,ray]' $(TF) flax
 	$(FW_BIN)/python $(INSTALL) --no-deps tf-keras
 	@touch $@
+
+# What Spark's Java loads; with it all of its programs start in half the time.
+$(VENV)-frameworks/spark.jsa: $(VENV)-frameworks/.installed
+	$(FW_BIN)/python -m tests.spark.java_archive $@
 
 # Only what these tests need, and no constraint: that is on the newest torch.
 .PRECIOUS: $(VENV)-torch-%/.installed

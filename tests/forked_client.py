@@ -51,6 +51,8 @@ def is_forked(arguments: list[str]) -> bool:
 
 if __name__ == "__main__":
     socket_path, *program = sys.argv[1:]
+    if program[:1] == ["-u"]:  # streams of forked programs are never buffered
+        del program[0]
     if not is_forked(program):
         is_agent = program[-1:] == ["horovodrun-agent"]
         name = os.environ.get(AGENT_NAME, sys.executable) if is_agent else sys.executable

@@ -1,8 +1,9 @@
 """A Ray cluster of three nodes on this machine, where Ray is installed; else nothing is collected.
 
 The nodes' CPUs are numbers that Ray counts with, and have nothing to do with the machine's. All of
-Ray's files are in a temporary directory. Workers are forked (`forked_worker`), and so are most
-programs that connect; `test_addresses` has nodes whose workers are started as Ray does it.
+Ray's files are in a temporary directory. Ray's own programs are forked (`forked_python`), as are
+workers (`forked_worker`) and most programs that connect; `test_addresses` has nodes that Ray starts
+with all their programs as it does for users.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import random
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -42,15 +44,21 @@ os.environ.update(
         "RAY_gcs_server_port_wait_time_s": f"{_SECONDS}",
         "RAY_agent_register_timeout_ms": f"{_SECONDS}000",
         "RAY_worker_register_timeout_seconds": f"{_SECONDS}",
+        # A node that does not answer has 50 s; one whose socket is gone is lost after five looks.
+        "RAY_health_check_initial_delay_ms": "300",
+        "RAY_health_check_period_ms": "300",
         "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": f"{_SECONDS}",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{_SECONDS}",
-        # Else ray.init() waits for workers with the GIL held, and nobody serves `forked_worker`.
+        # Else ray.init() waits for workers with the GIL held, and nobody serves `forked_python`.
         "RAY_prestart_worker_first_driver": "0",
         "RAY_worker_niceness": "0",  # else 15: beside anything that is busy they stand still
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_TRAIN_V2_ENABLED": "1",
+        # Else what Ray's server for clients forks now and then dies in a thread that gRPC starts in
+        # the child, and the client waits for minutes.
+        "GRPC_ENABLE_FORK_SUPPORT": "0",
         "RAY_DEDUP_LOGS": "0",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -68,11 +76,10 @@ def ray_files() -> Iterator[str]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-# Before the fork server starts: what Ray, Ray Train and the examples import. Ray itself reads the
-# job and the raylet of a worker (RAY_JOB_ID, RAY_RAYLET_PID) when its library is loaded, and never
-# again, so it cannot be there.
+# Before the fork server starts: what Ray, Ray Train and the examples import.
 PRELOAD += ["horovod.runner.api", "google.protobuf.reflection", "jsonschema", "requests", "yaml"]
 PRELOAD += ["pyarrow.parquet", "pandas", "fsspec", "pydantic", "rich.layout", "sklearn.datasets"]
+PRELOAD += ["tests.ray.preloaded_ray", "horovod.ray.train"] if HAS_RAY else []
 
 
 def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,7 +110,10 @@ def add_node(cluster: Any, **how: Any) -> Any:
     for attempt in range(_ATTEMPTS):
         head, workers, others = cluster.head_node, set(cluster.worker_nodes), set(me.children())
         try:
-            with mock.patch.object(services, "get_node", _patient(services.get_node)):
+            with (
+                mock.patch.object(services, "get_node", _patient(services.get_node)),
+                mock.patch.object(sys, "executable", forked_python()[0]),
+            ):
                 added = cluster.add_node(**how)
             break
         except Exception:
@@ -142,7 +152,6 @@ def cluster(ray_files: str) -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    os.environ[forked_worker.SOCKET] = str(Path(forked_python()[0]).with_name("socket"))
     port = _port()
     head = {"num_cpus": 8, "include_dashboard": False, "ray_client_server_port": port}
     head["resources"] = {"node:left": 1, "node:right": 1}  # it can stand for two hosts

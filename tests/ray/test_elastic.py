@@ -151,7 +151,7 @@ def test_the_function_fails_everywhere():
     assert "in fail" in caught.value.__cause__.traceback
 
 
-def test_no_change_is_allowed():
+def test_no_change_is_allowed(monkeypatch: pytest.MonkeyPatch):
     def wait() -> None:
         from horovod.ray import ray_logger
 
@@ -160,6 +160,7 @@ def test_no_change_is_allowed():
             ray_logger.log({"rank": rank, "size": 2, "pid": os.getpid(), "step": step})
         time.sleep(1000)
 
+    monkeypatch.setattr("horovod.ray.elastic_v2.FAILURE_GRACE", 0.1)
     events = Events(at2=kill)
     with pytest.raises(RemoteError, match=r"exceeded limit: 0 \(reset_limit\)"):
         elastic(min_workers=1, max_workers=2, reset_limit=0).run(wait, callbacks=[events])
@@ -167,8 +168,8 @@ def test_no_change_is_allowed():
 
 
 def test_too_few_slots():
-    executor = elastic(min_workers=40, elastic_timeout=2)
-    with pytest.raises(RemoteError, match=r"(?s)gave up after 2 s \(elastic_timeout\).*40 slots"):
+    executor = elastic(min_workers=40, elastic_timeout=1)
+    with pytest.raises(RemoteError, match=r"(?s)gave up after 1 s \(elastic_timeout\).*40 slots"):
         executor.run(training.place)
 
 

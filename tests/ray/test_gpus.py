@@ -85,7 +85,7 @@ def test_hosts_with_gpus_are_found(node: str):
 
 
 def test_more_than_there_are(node: str):
-    settings = RayExecutor.create_settings(timeout_s=300, placement_group_timeout_s=3)
+    settings = RayExecutor.create_settings(timeout_s=300, placement_group_timeout_s=1)
     executor = RayExecutor(settings, num_workers=5, use_gpu=True)
     with pytest.raises(TimeoutError, match=r"1 GPU.*The cluster has"):
         executor.start()

@@ -236,13 +236,16 @@ def two() -> Iterator[RayExecutor]:
     executor.shutdown()
 
 
-def test_a_rank_that_does_not_end_by_itself_is_ended(two: RayExecutor):
+def test_a_rank_that_does_not_end_by_itself_is_ended(
+    two: RayExecutor, monkeypatch: pytest.MonkeyPatch
+):
     def fail() -> None:
         if os.environ["HOROVOD_RANK"] == "1":
             raise ValueError("the reason")
         time.sleep(1000)
 
     pids = two.run(os.getpid)
+    monkeypatch.setattr("horovod.ray.static._GRACE", 0.1)
     with pytest.raises(ValueError, match="the reason"):
         two.run(fail)
     await_ends(pids[:1])

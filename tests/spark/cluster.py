@@ -20,10 +20,13 @@ import psutil
 
 from tests.forked_client import AGENT_NAME
 from tests.forked_python import forked_python
+from tests.spark.java_archive import ARCHIVE
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 HANG = 600.0  # seconds: only what never happens takes so long
 QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"  # to start, which is most of what we do
+if ARCHIVE.exists():  # of another Java it is of no use, which is not worth a line among the output
+    QUICK_JAVA += f" -XX:SharedArchiveFile={ARCHIVE} -Xlog:disable"
 FORKED_DAEMON = "spark.python.daemon.module=tests.spark.forked_daemon"
 
 _MASTER = re.compile(r"Starting Spark master at (spark://\S+)")

@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 from horovod.spark.common.store import Store
 from horovod.spark.keras import KerasEstimator
 from horovod.spark.keras.datamodule import NVTabularDataModule
+from tests.forked_python import forked_python
 from tests.ranks import RankPool
 from tests.spark.parquet import PATIENCE, PoolBackend, points, write
 
@@ -191,7 +191,7 @@ def test_keras_on_another_backend(folder: Path):
     """A process has one backend: that of this one is TensorFlow."""
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.spark.keras_program", str(folder)],
+        [*forked_python(), "-m", "tests.spark.keras_program", str(folder)],
         env={**os.environ, "KERAS_BACKEND": "torch", "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
