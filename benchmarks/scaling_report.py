@@ -172,7 +172,7 @@ def plans_table(link: Link, hosts: int) -> str:
         pipe = plan.Link(link.latency, link.bandwidth)
         job = plan.PlannedJob(parameters, network.compute, hosts, pipe)
         chosen = plan.recommend(job)
-        speeds = [f"{100 * way.speed(job):.0f} %{' *' * (way is chosen)}" for way in plan.WAYS]
+        speeds = [f"{100 * way.speed(job):.0f} %{' *' * (way == chosen)}" for way in plan.ways(job)]
         rows.append([network.title, *speeds])
     return "\n".join([*aligned(rows), "* recommended by horovodrun --plan"])
 

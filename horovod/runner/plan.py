@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GOOD = 0.95  # of the speed without communication: what is recommended reaches it if anything does
 FORWARD = 1 / 3  # of a step, in which nothing is sent: backward takes twice as long
@@ -81,11 +81,26 @@ class Way:
         """
         if self.fragments == 1:
             return 0
-        longest = self.local_steps // self.fragments - 1
+        return math.ceil(min(max(self._needed_delay(job), 2), self._longest_delay))
+
+    def fitted(self, job: PlannedJob) -> Way:
+        """Return this way, with half the fragments if those could be late.
+
+        Fragments follow each other less closely then, and so have more time to travel.
+        """
+        if self.fragments > 2 and self._needed_delay(job) > self._longest_delay:
+            return replace(self, fragments=self.fragments // 2)
+        return self
+
+    def _needed_delay(self, job: PlannedJob) -> float:
+        """Return the steps that a fragment needs to travel, with some slack."""
         part = 1 / self.fragments
         seconds = job.agreement() + job.slow_start(self.bits, part) + job.exchange(self.bits, part)
-        needed = SLACK * seconds / job.step
-        return math.ceil(min(max(needed, 2), longest))
+        return SLACK * seconds / job.step
+
+    @property
+    def _longest_delay(self) -> int:
+        return self.local_steps // self.fragments - 1
 
     def arguments(self, job: PlannedJob) -> str:
         """Return the arguments of DistributedOptimizer, as they are written in a program."""
@@ -137,18 +152,24 @@ def planned_job(options: argparse.Namespace) -> PlannedJob:
     return PlannedJob(options.model_size, options.step_time, hosts, Link(*options.link))
 
 
+def ways(job: PlannedJob) -> list[Way]:
+    """Return all ways, each with as many fragments as the link has time for."""
+    return [way.fitted(job) for way in WAYS]
+
+
 def recommend(job: PlannedJob) -> Way:
     """Return the way that changes training least and is fast enough, or else the fastest."""
-    for way in WAYS:
+    found = ways(job)
+    for way in found:
         if way.speed(job) >= GOOD:
             return way
-    return max(WAYS, key=lambda way: way.speed(job))
+    return max(found, key=lambda way: way.speed(job))
 
 
 def table(job: PlannedJob) -> list[str]:
     """Return lines that compare all ways."""
     rows = [["", "sent per step and host", "speed", "longest wait"]]
-    for way in WAYS:
+    for way in ways(job):
         speed = f"{100 * way.speed(job):.0f} %"
         rows.append([way.title, _bytes(way.sent(job)), speed, _seconds(way.wait(job))])
     return _aligned(rows)

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from horovod.runner.options.arguments import parse_args
 from horovod.runner.options.plan import link, parameters
-from horovod.runner.plan import GOOD, WAYS, Link, PlannedJob, describe, planned_job, recommend
+from horovod.runner.plan import (
+    GOOD,
+    WAYS,
+    Link,
+    PlannedJob,
+    describe,
+    planned_job,
+    recommend,
+    ways,
+)
 from tests.runner.horovodrun import run
 
 EXAMPLE = ["--plan", "-np", "8", "--model-size", "124M", "--step-time", "0.3"]
@@ -24,11 +33,11 @@ jobs = st.builds(
 
 @given(jobs)
 def test_the_first_way_that_is_fast_enough_is_recommended(job: PlannedJob):
-    speeds = {way.title: way.speed(job) for way in WAYS}
+    speeds = {way.title: way.speed(job) for way in ways(job)}
     assert all(0 < speed <= 1 for speed in speeds.values())
     chosen = recommend(job)
     if speeds[chosen.title] >= GOOD:
-        before = WAYS[: WAYS.index(chosen)]
+        before = ways(job)[: ways(job).index(chosen)]
         assert all(speeds[way.title] < GOOD for way in before)
     else:
         assert speeds[chosen.title] == max(speeds.values())
@@ -37,7 +46,7 @@ def test_the_first_way_that_is_fast_enough_is_recommended(job: PlannedJob):
 
 @given(jobs)
 def test_fewer_bytes_are_never_slower(job: PlannedJob):
-    every, bf16, fp8, local, local_fp8, streaming, streaming_fp8 = WAYS
+    every, bf16, fp8, local, local_fp8, streaming, streaming_fp8 = ways(job)
     for more, less in [(every, bf16), (bf16, fp8), (local, local_fp8), (streaming, streaming_fp8)]:
         assert less.sent(job) <= more.sent(job)
         assert less.speed(job) >= more.speed(job)
@@ -53,6 +62,14 @@ def test_numbers_are_those_of_the_link():
     local = next(way for way in WAYS if way.title == "local steps")
     assert local.speed(job) == pytest.approx(0.3 / (0.3 + 0.82 / 50))
     assert PlannedJob(25e6, 0.3, 1, job.link).exchange(32) == 0
+
+
+@pytest.mark.parametrize(("step", "fragments", "delay"), [(0.030, 4, 20), (0.022, 2, 32)])
+def test_a_fragment_gets_as_long_as_it_needs(step: float, fragments: int, delay: int):
+    # Four fragments of 100 steps have 24 steps each: a step of 22 ms makes too little of that.
+    job = PlannedJob(1.05e6, step, hosts=2, link=Link(0.02, 1e8 / 8))
+    streaming = next(way for way in ways(job) if way.title == "streaming")
+    assert (streaming.fragments, streaming.delay(job)) == (fragments, delay)
 
 
 @pytest.mark.parametrize(
