@@ -8,6 +8,7 @@ Workers are numbered in the order in which they are started; their names in the 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -297,7 +298,10 @@ class JobState:
 
     def note_failure(self, process: Process, code: int, how: str = "") -> WorkerFailure:
         """Note a process that is gone because of a failure; `how` says it to people."""
-        failure = WorkerFailure(process.number, process.exit(code), how)
+        exit = process.exit(code)
+        if how and how != exit.describe():
+            exit = dataclasses.replace(exit, loss=how)
+        failure = WorkerFailure(process.number, exit, how)
         self.remove(process)
         self.failures.append(failure)
         own = [each for each in self.failures if each.exit.because_of is None]

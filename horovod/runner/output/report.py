@@ -62,6 +62,7 @@ class Exit:
     code: int
     host: str = "localhost"
     because_of: tuple[int, ...] | None = None  # the ranks whose loss made it fail, if it said so
+    loss: str = ""  # how it was lost, where its exit code does not say that
 
     @property
     def status(self) -> int:
@@ -69,6 +70,8 @@ class Exit:
         return self.code if self.code >= 0 else 128 - self.code
 
     def describe(self) -> str:
+        if self.loss:
+            return self.loss
         if self.code >= 0:
             return f"exit code {self.code}"
         try:
@@ -258,7 +261,7 @@ def _how_early(one: Exit) -> str:
 
 
 def _hint(first: Exit) -> str:
-    if -first.code == signal.SIGKILL:
+    if -first.code == signal.SIGKILL and not first.loss:
         return " SIGKILL often means that the machine ran out of memory (see dmesg)."
     return ""
 

@@ -82,6 +82,14 @@ def test_a_silent_kill_gets_a_hint():
     assert "out of memory" in text
 
 
+def test_memory_is_no_suspect_where_the_launcher_knows_better():
+    first = Exit(0, 1, -9, loss="lost with its host")
+    text = describe_failure(Outcome(exits=[first], first_failure=first), [])
+    assert "lost with its host" in text
+    assert "SIGKILL" not in text
+    assert exit_status(Outcome(exits=[first], first_failure=first)) == 137
+
+
 def test_a_lost_host_is_named_with_its_ranks_and_the_words_of_ssh():
     lost = LostHost("node7", [3, 4, 5], "lost: ssh ended with exit code 255", "Broken pipe")
     outcome = Outcome(exits=[Exit(0, 1, 1)], lost=lost)
