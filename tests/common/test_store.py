@@ -185,3 +185,13 @@ def test_derived_keys_travel_nowhere(store: Store, caplog: pytest.LogCaptureFixt
     for form in (secret.hex(), base64.b64encode(secret).decode(), repr(secret)[2:-1]):
         assert form not in shown
     assert secret not in [store.get(key, LONG) for key in store.keys("")]
+
+
+def test_a_key_is_not_set_beside_an_obstacle() -> None:
+    store, changed = MemoryStore(), []
+    store.watch(changed.append)
+    assert store.set_unless("decision", b"1", ["met/a", "met/b"])
+    store.set("met/b", b"")
+    assert not store.set_unless("decision", b"2", ["met/a", "met/b"])
+    assert store.try_get("decision") == b"1"
+    assert changed == ["decision", "met/b"]

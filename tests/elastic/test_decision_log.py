@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -17,6 +18,7 @@ from horovod.common.generations.decisions import (
     formed_key,
     heard_key,
     leaving_key,
+    met_key,
     parse_answer,
     ready_key,
     seen_key,
@@ -69,6 +71,25 @@ def test_the_reason_is_what_happened_since_the_last_and_who_joins():
     assert decision.lost == ("w1",)
     assert state.causes == []
     assert log.announce(proposal(0, 2, 3, kind="added", added=(3,))).reason == "w3 on b joins"
+
+
+def test_nobody_is_moved_who_has_just_chosen_a_device():
+    store, state = RecordingStore(), JobState()
+    log = DecisionLog(state, store)
+    first = proposal(0, 2)
+    state.alive = {worker.number: dataclasses.replace(worker) for worker in first.members}
+    assert log.announce(first) is not None
+    state.placed_workers = frozenset(state.alive)
+    moved = Proposal((dataclasses.replace(state.alive[2], index=1),), "failure", lost=(0,))
+    store.set(met_key("w2"), b"")  # the state does not know yet
+    state.causes.append("w0 failed")
+    written = len(store.written)
+    assert log.announce(moved) is None
+    assert (state.number, state.causes, len(store.written)) == (1, ["w0 failed"], written)
+    kept = dataclasses.replace(moved, members=(state.alive[2],))
+    decision = log.announce(kept)
+    assert decision is not None
+    assert decision.number == 2
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12))

@@ -21,6 +21,7 @@ from horovod.common.generations.decisions import (
     formed_key,
     heard_key,
     leaving_key,
+    met_key,
     ready_key,
     seen_key,
 )
@@ -161,6 +162,27 @@ def test_what_is_in_the_store_is_taken_even_if_the_meeting_is_over():
     member.form(start, 30)
     assert member.generation is not None
     assert member.generation.decision.number == 2
+
+
+@pytest.mark.parametrize(("newer", "number"), [("w0 w1 w2", 1), ("w1 w2", 2), ("w0 w2 w1", 2)])
+def test_a_worker_that_was_moved_gives_up_its_first_generation(newer: str, number: int):
+    """Otherwise it would choose the device of its old local rank, which somebody else gets."""
+    store = MemoryStore()
+    publish(store, decision(1, "w0 w1", "start"))
+    member = Membership(store, "w1")
+    tries = []
+
+    def start() -> None:
+        assert member.generation is not None
+        tries.append(member.generation.decision.number)
+        if tries == [1]:
+            publish(store, decision(2, newer, "added"))
+        member.generation.mark_formed()
+
+    member.form(start, 30)
+    assert tries[-1] == number
+    assert store.try_get(met_key("w1")) == b""
+    assert member.holds_state
 
 
 def test_a_world_that_broke_without_a_decision_is_tried_again():

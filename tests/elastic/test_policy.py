@@ -405,6 +405,8 @@ def test_a_member_that_has_not_trained_takes_a_slot_that_became_free():
     job = running(*members, number=2, is_formed=False, last_formed=1, decision_requested=True)
     assert slots_on_a(job) == {2: 0}
     assert slots_on_a(moment(job, last_formed=2)) == {2: 1}, "it has a local rank by now"
+    chosen = dataclasses.replace(waiting, has_met=True)
+    assert slots_on_a(moment(job, workers=[*members[:2], chosen])) == {2: 1}, "it says so itself"
     ready = dataclasses.replace(new(3, ready_at=99.0), index=0)
     both = slots_on_a(moment(job, workers=[*members, ready]))
     assert sorted(both.values()) == [0, 1], "never the same"

@@ -280,11 +280,11 @@ MUTANTS = (
         "        in_slot_order = workers",
     ),
     Mutant(
-        "a generation does not count as formed if the next decision was made meanwhile",
+        "a worker that has chosen a device does not say so",
         "past",
-        "horovod.runner.elastic.mailbox",
-        "            state.last_formed = max(state.last_formed, number)",
-        "            pass",
+        _GENERATION,
+        "        if not self._member.holds_state:\n            self._keep_slot()\n",
+        "",
     ),
     # -- commits on disk ----------------------------------------------------------------------
     Mutant(

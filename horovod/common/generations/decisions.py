@@ -63,6 +63,14 @@ def formed_key(number: int) -> str:
     return f"elastic/formed/{number}"
 
 
+def met_key(worker: str) -> str:
+    """Return the key that a worker sets when its first generation has formed.
+
+    Its program chooses a device next, by the slot that it has in this generation.
+    """
+    return f"elastic/met/{worker}"
+
+
 def leaving_key(worker: str) -> str:
     """Return the key that a worker sets when it leaves on purpose, after its commit."""
     return f"elastic/leaving/{worker}"
@@ -74,7 +82,7 @@ def done_key(worker: str) -> str:
 
 
 _ANSWER = re.compile(
-    r"elastic/(ready|heard|seen|broken|formed|leaving|done)(?:/(\d+))?(?:/(w\d+))?"
+    r"elastic/(ready|heard|seen|broken|formed|met|leaving|done)(?:/(\d+))?(?:/(w\d+))?"
 )
 
 

@@ -11,7 +11,7 @@ import time
 from typing import Protocol
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.generations.decisions import Decision, decision_key, formed_key
+from horovod.common.generations.decisions import Decision, decision_key, formed_key, met_key
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Slot
 
@@ -27,6 +27,7 @@ class GenerationMember(Protocol):
     """The part of a worker's `Membership` that its generation uses."""
 
     store: Store
+    worker_id: str
     holds_state: bool
 
     @property
@@ -64,6 +65,8 @@ class Generation(PrefixStore):
 
     def mark_formed(self) -> None:
         """Note that all workers are connected."""
+        if not self._member.holds_state:
+            self._keep_slot()
         self.is_formed = True
         # Checked after `is_formed` is set: if the watcher breaks the generation after this line,
         # `on_break` aborts what runs in it.
@@ -72,6 +75,22 @@ class Generation(PrefixStore):
         self._member.holds_state = True
         if self.topology.rank == 0:
             self._member.store.set(formed_key(self.decision.number), b"")
+
+    def _keep_slot(self) -> None:
+        """Make sure of this worker's slot: its program chooses a device next, by its local rank.
+
+        The driver may move a worker to another slot that has not met any others. It looks at the
+        key that is set here when it makes a decision. If it has made one before and given this
+        worker another local rank, this generation is given up.
+        """
+        store, worker = self._member.store, self._member.worker_id
+        store.set(met_key(worker), b"")
+        newest, number = self.decision, self.decision.number
+        while (content := store.try_get(decision_key(number + 1))) is not None:
+            newest, number = Decision.decode(content), number + 1
+        slot = newest.slots.get(worker)
+        if slot is None or slot.topology.local_rank != self.topology.local_rank:
+            raise _came(newest)
 
     def is_broken_by(self, decision: Decision) -> bool:
         """Return whether a newer decision ends what this one began, and note why if so."""

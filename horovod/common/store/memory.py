@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class Store(ABC):
@@ -132,6 +132,19 @@ class MemoryStore(Store):
             self._values[key] = value
             self._changed.notify_all()
         self._call_watchers(key)
+
+    def set_unless(self, key: str, value: bytes, obstacles: Iterable[str]) -> bool:
+        """Set a key unless one of `obstacles` is set, and return whether it was set.
+
+        Nobody can set one of these in between.
+        """
+        with self._changed:
+            if not self._values.keys().isdisjoint(obstacles):
+                return False
+            self._values[key] = bytes(value)
+            self._changed.notify_all()
+        self._call_watchers(key)
+        return True
 
     def get_any(self, keys: Sequence[str], timeout: float) -> tuple[str, bytes]:
         deadline = time.monotonic() + timeout

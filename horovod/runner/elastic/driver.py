@@ -278,6 +278,8 @@ class Driver(JobPolicy):
 
     def _decide(self, proposal: policy.Proposal) -> None:
         decision = self._decisions.announce(proposal)
+        if decision is None:
+            return  # the message that follows has the policy asked again
         slots = decision.slots
         ranks = {number_of(name): slot.rank for name, slot in slots.items()}
         self._state.assign_ranks(proposal.members, ranks)

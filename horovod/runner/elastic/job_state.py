@@ -61,6 +61,7 @@ class Process:
     ready_at: float | None = None  # when it began to wait for its first decision
     heard: int = 0  # the newest decision that its process knows
     entered: tuple[int, int] = (0, 0)  # decision and attempt of the last generation that it entered
+    has_met: bool = False  # its first generation has formed, and it chooses a device by its slot
     is_done: bool = False  # its training function has returned
     is_leaving: bool = False
     is_dismissed: bool = False  # we told it to end, so its exit code means nothing
@@ -193,6 +194,10 @@ class JobState:
     def has_state(self, process: Process) -> bool:
         """Return whether a worker has the state: it was in a generation that has formed."""
         return process.joined is not None and (self.is_formed or process.joined <= self.last_formed)
+
+    def keeps_slot(self, process: Process) -> bool:
+        """Return whether a worker may have chosen a device by its slot."""
+        return process.has_met or self.has_state(process)
 
     def unresponsive_workers(self, number: int) -> list[Process]:
         """Return the workers that do not know decision `number` yet; after a time they hang.

@@ -11,10 +11,10 @@ new decision calls all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from horovod.common.generations.decisions import LATEST, Decision, decision_key
-from horovod.common.store import Store
+from horovod.common.generations.decisions import LATEST, Decision, decision_key, met_key
+from horovod.common.store import MemoryStore
 from horovod.observe.reports.amounts import join_words
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.failures import Failures
@@ -26,13 +26,18 @@ _KEPT_GENERATIONS = 3
 class DecisionLog:
     """Writes decisions to the store, and notes the newest in the state."""
 
-    def __init__(self, state: JobState, store: Store) -> None:
+    def __init__(self, state: JobState, store: MemoryStore) -> None:
         self._state = state
         self._store = store
         self._forgotten = 0  # the last generation whose keys were deleted, with all before it
 
-    def announce(self, proposal: policy.Proposal) -> Decision:
-        """Publish a proposal as the next decision, and return that."""
+    def announce(self, proposal: policy.Proposal) -> Decision | None:
+        """Publish a proposal as the next decision, and return that.
+
+        Returns:
+            None if it would move a worker to another slot that has just chosen a device by the one
+            that it has. The worker's message about that is on its way to the state.
+        """
         state, slots = self._state, policy.arrange(proposal.members)
         causes = list(state.causes)
         if proposal.added and state.number:
@@ -40,16 +45,17 @@ class DecisionLog:
                 f"{name_of(worker)} on {slots[worker].hostname}" for worker in proposal.added
             ]
             causes.append(f"{join_words(joining)} {'joins' if len(joining) == 1 else 'join'}")
-        return self._publish(
-            Decision(
-                state.number + 1,
-                {name_of(worker): slot for worker, slot in slots.items()},
-                "; ".join(causes) or "the job begins",
-                proposal.kind,
-                names(proposal.lost),
-                proposal.min_np,
-            )
+        decision = Decision(
+            state.number + 1,
+            {name_of(worker): slot for worker, slot in slots.items()},
+            "; ".join(causes) or "the job begins",
+            proposal.kind,
+            names(proposal.lost),
+            proposal.min_np,
         )
+        before = {member.number: member.index for member in state.members()}
+        moved = [w.number for w in proposal.members if before.get(w.number, w.index) != w.index]
+        return self._publish(decision, map(met_key, names(moved)))
 
     def announce_the_end(self) -> None:
         """Publish a decision without workers, so that none waits for others while all end."""
@@ -58,9 +64,11 @@ class DecisionLog:
             lost = names(state.placed_workers)
             self._publish(Decision(state.number + 1, {}, "the job ends", "failure", lost))
 
-    def _publish(self, decision: Decision) -> Decision:
+    def _publish(self, decision: Decision, obstacles: Iterable[str] = ()) -> Decision | None:
+        key = decision_key(decision.number)
+        if not self._store.set_unless(key, decision.encode(), obstacles):
+            return None
         self._state.note_decision(decision)
-        self._store.set(decision_key(decision.number), decision.encode())
         self._store.set(LATEST, str(decision.number).encode())
         return decision
 

@@ -167,6 +167,8 @@ class Inbox:
         elif kind == "broken":
             why = self._store.try_get(broken_key(number, worker)) or b""
             status.note("broken", worker=worker, decision=number, why=why.decode(errors="replace"))
+        elif kind == "met":
+            process.has_met = True
         elif kind == "done" and not process.is_done:
             status.note("done", worker=worker)
             process.is_done = True

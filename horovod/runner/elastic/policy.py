@@ -233,16 +233,17 @@ def _assign_seats(
     worker there is late, or was lost meanwhile. Its first local rank is then its slot, because all
     lower slots are occupied: a script that chooses a GPU by it never chooses that of a member,
     whose slot is another one. A member that has not been in a generation that formed does not know
-    its local rank yet, so it takes the lowest slot anew: those below may have become free.
+    its local rank yet, so it takes the lowest slot anew: those below may have become free. If its
+    generation forms meanwhile, there is no such decision (`JobState.keeps_slot`, `DecisionLog`).
     """
     occupied: dict[str, set[int]] = {worker.host: set() for worker in [*keep, *joining]}
-    for worker in filter(state.has_state, keep):
+    for worker in filter(state.keeps_slot, keep):
         occupied[worker.host].add(worker.index)
     free = {
         host: itertools.filterfalse(taken.__contains__, itertools.count())
         for host, taken in occupied.items()
     }
-    movable = [*itertools.filterfalse(state.has_state, keep), *joining]
+    movable = [*itertools.filterfalse(state.keeps_slot, keep), *joining]
     slots = {w.number: next(free[w.host]) for w in sorted(movable, key=lambda w: w.index)}
     order = {host: position for position, host in enumerate(state.hosts)}
     ordered = sorted(joining, key=lambda w: (order.get(w.host, len(order)), w.number))
