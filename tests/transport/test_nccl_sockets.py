@@ -23,6 +23,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(nccl_sockets, "_INTERFACES", cards)
     monkeypatch.setattr(nccl_sockets, "_FILES", (str(tmp_path / "nccl.conf"),))
+    monkeypatch.setattr(nccl_sockets, "_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(nccl_sockets, "_chosen", {})
     return cards
 
@@ -72,6 +73,14 @@ def test_cards_that_nccl_knows_are_left_to_it(machine: Path, vendor: str) -> Non
     assert not use_spare_cores(1)
     (device / "vendor").write_text("0x15b3\n")
     assert use_spare_cores(1)
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("max 100000", True), ("800000 100000", True), ("790000 100000", False)]
+)
+def test_a_container_has_the_cores_of_its_quota(tmp_path: Path, quota: str, expected: bool) -> None:
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert use_spare_cores(1) is expected
 
 
 def test_containers_of_one_machine_share_its_cores() -> None:

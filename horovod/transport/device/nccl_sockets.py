@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 
 from horovod.common.logging import get_logger
@@ -25,6 +26,7 @@ CORES = 8  # of a rank, from which on threads have cores to run on
 # Network cards of Amazon and Google, for which NCCL chooses more threads by itself.
 _KNOWN_VENDORS = ("0x1d0f", "0x1ae0")
 _INTERFACES = Path("/sys/class/net")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of processors, and of time
 _FILES = ("/etc/nccl.conf", "~/.nccl.conf")  # where a site may set NCCL's variables
 
 logger = get_logger(__name__)
@@ -43,14 +45,14 @@ def use_spare_cores(neighbours: int) -> bool:
     """
     if _chosen:
         return True
-    cores = len(os.sched_getaffinity(0)) // neighbours
+    cores = min(len(os.sched_getaffinity(0)), _quota()) // neighbours
     if cores < CORES or _is_set_by_others() or _has_known_card():
         return False
     os.environ.update(VALUES)
     _chosen.update(VALUES)
     logger.info(
         "NCCL may use 2 threads for each connection between hosts, because this rank has %d cores "
-        "(%s=1 for one)",
+        "(%s=0 leaves it to NCCL)",
         cores,
         THREADS,
     )
@@ -58,6 +60,14 @@ def use_spare_cores(neighbours: int) -> bool:
 
 
 _chosen: dict[str, str] = {}  # what this process has set
+
+
+def _quota() -> int:
+    """Return how many cores this container may use; without a limit, more than there are."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = _QUOTA.read_text().split()
+        return int(quota) // int(period)  # ValueError for "max"
+    return sys.maxsize
 
 
 def _is_set_by_others() -> bool:
