@@ -283,8 +283,8 @@ MUTANTS = (
         "a worker that has chosen a device does not say so",
         "past",
         _GENERATION,
-        "        if not self._member.holds_state:\n            self._keep_slot()\n",
-        "",
+        "            self._keep_slot()",
+        "            pass",
     ),
     # -- commits on disk ----------------------------------------------------------------------
     Mutant(

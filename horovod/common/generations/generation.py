@@ -65,13 +65,13 @@ class Generation(PrefixStore):
 
     def mark_formed(self) -> None:
         """Note that all workers are connected."""
-        if not self._member.holds_state:
-            self._keep_slot()
         self.is_formed = True
         # Checked after `is_formed` is set: if the watcher breaks the generation after this line,
         # `on_break` aborts what runs in it.
         if self.broken is not None:
             raise HorovodInternalError(self.broken)
+        if not self._member.holds_state:
+            self._keep_slot()  # last: who has said that it keeps its slot goes on
         self._member.holds_state = True
         if self.topology.rank == 0:
             self._member.store.set(formed_key(self.decision.number), b"")
