@@ -23,6 +23,7 @@ from horovod.common.generations.decisions import (
     leaving_key,
     met_key,
     ready_key,
+    received_key,
     seen_key,
 )
 from horovod.common.generations.membership import WORKER_ID, Membership, is_elastic
@@ -183,6 +184,25 @@ def test_a_worker_that_was_moved_gives_up_its_first_generation(newer: str, numbe
     assert tries[-1] == number
     assert store.try_get(met_key("w1")) == b""
     assert member.holds_state
+
+
+def test_a_worker_says_once_that_it_has_the_state_and_again_if_that_failed():
+    class Store(MemoryStore):
+        tries = 0
+
+        def set(self, key: str, value: bytes) -> None:
+            self.tries += 1
+            if self.tries == 1:
+                raise ConnectionError("nobody answers")
+            super().set(key, value)
+
+    store = Store()
+    member = Membership(store, "w1")
+    member.confirm_state()
+    assert store.try_get(received_key("w1")) is None
+    member.confirm_state()
+    member.confirm_state()
+    assert (store.try_get(received_key("w1")), store.tries) == (b"", 2)
 
 
 def test_a_world_that_broke_without_a_decision_is_tried_again():

@@ -64,8 +64,9 @@ _OUT_OF_REACH = frozenset(
 )
 _GHOST = "ghost"  # a host that discovery may offer and that is not there
 
+_LOST_AGAIN = "all workers were lost again before they could begin"
 _LEGITIMATE = (
-    "all workers were lost again before they could begin",
+    _LOST_AGAIN,
     "all workers have left, as they were told to",
     "had finished training, and then failed: lost with its host",
 )
@@ -100,6 +101,9 @@ class Cluster:
         self._unheard: list[Process] = []  # agents that were stopped before their first word
         self._told: set[str] = set()  # workers that were told to leave, and do so even if last
         self._given_up: set[str] = set()  # workers that are lost, as the launcher says
+        self._last_lost = ""  # of these
+        self._placed: dict[int, set[str]] = {}  # workers by decision
+        self._known_to_have_met: set[str] = set()  # workers of which the launcher has heard it
         self._stops: list[Fault] = []  # of workers that will be ready
         self.trained: set[str] = set()  # workers that have been in a generation
         self.moments: list[tuple[str, str]] = []
@@ -169,6 +173,8 @@ class Cluster:
         # Who is lost while others have finished may have had something left to do: a failure.
         elif self.status != 0 and not self.finished and not self._may_end_so():
             self.breach(f"the job failed with status {self.status}: {self.ending!r}")
+        if _LOST_AGAIN in self.ending and self._last_lost in self._known_to_have_met:
+            self.breach(f"{self.ending}: {self._last_lost} had met others, as the launcher knew")
         self.deadlines.check_end(self.status, self.ending)
         for loss in self._losses:
             self._check_loss(*loss)
@@ -347,10 +353,13 @@ class Cluster:
         if event == "decision":
             self._phase = "waiting" if details["too_few"] else "forming"
             self.decisions.append(details["kind"] + " (too few)" * details["too_few"])
+            self._placed[details["number"]] = set(details["workers"])
         elif event == "formed":
             self._phase = "training"
+            self._known_to_have_met |= self._placed[details["decision"]]
         elif event == "failed":
-            self._given_up.add(details["worker"])
+            self._last_lost = details["worker"]
+            self._given_up.add(self._last_lost)
         elif event == "ready" and self._stops:
             self._stop(self.workers[details["worker"]], self._stops.pop(0))
         elif event in ("done", "end"):

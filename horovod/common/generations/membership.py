@@ -38,6 +38,7 @@ from horovod.common.generations.decisions import (
     heard_key,
     leaving_key,
     ready_key,
+    received_key,
     seen_key,
 )
 from horovod.common.generations.generation import Generation, first_open_attempt
@@ -86,6 +87,7 @@ class Membership:
         self._finished = False
         self._has_lost_driver = False
         self._had_slot = False  # in any decision so far
+        self._has_confirmed = False  # has told the driver that it has the state
 
     @property
     def newest(self) -> Decision:
@@ -222,6 +224,16 @@ class Membership:
             if times >= _MOST_FRUITLESS and self.unrecoverable is None:
                 self.unrecoverable = f"failed {times} times before anything was committed"
         return self.unrecoverable is None
+
+    def confirm_state(self) -> None:
+        """Tell the driver, once, that this worker has the state, so that others may leave.
+
+        If that fails, they stay until the next call.
+        """
+        if not self._has_confirmed:
+            with contextlib.suppress(OSError):
+                self.store.set(received_key(self.worker_id), b"")
+                self._has_confirmed = True
 
     def report_broken(self, generation: Generation, error: Exception) -> None:
         """Tell the driver, for its status file, why this worker cannot go on in a generation."""

@@ -62,6 +62,7 @@ class Process:
     heard: int = 0  # the newest decision that its process knows
     entered: tuple[int, int] = (0, 0)  # decision and attempt of the last generation that it entered
     has_met: bool = False  # its first generation has formed, and it chooses a device by its slot
+    has_state: bool = False  # it has received the state of the others, or begun with it
     is_done: bool = False  # its training function has returned
     is_leaving: bool = False
     is_dismissed: bool = False  # we told it to end, so its exit code means nothing
@@ -191,13 +192,11 @@ class JobState:
         """Return the workers that are alive on a host."""
         return [p for p in self.alive.values() if p.host == host]
 
-    def has_state(self, process: Process) -> bool:
-        """Return whether a worker has the state: it was in a generation that has formed."""
-        return process.joined is not None and (self.is_formed or process.joined <= self.last_formed)
-
     def keeps_slot(self, process: Process) -> bool:
-        """Return whether a worker may have chosen a device by its slot."""
-        return process.has_met or self.has_state(process)
+        """Return whether a worker may have chosen a device by its slot, after it met others."""
+        if process.has_met or process.joined is None:
+            return process.has_met
+        return self.is_formed or process.joined <= self.last_formed
 
     def unresponsive_workers(self, number: int) -> list[Process]:
         """Return the workers that do not know decision `number` yet; after a time they hang.
@@ -281,12 +280,16 @@ class JobState:
         if attempt and number == self.number:
             self.forming_since = self.forming_since or time.monotonic()
 
-    def mark_formed(self) -> None:
-        """Note that the workers of the newest decision have formed a generation."""
-        self.is_formed = self.have_met = True
-        self.last_formed = self.number
-        self.forming_since, self.fruitless_starts = 0.0, 0
-        self.failures.clear()
+    def mark_formed(self, number: int) -> None:
+        """Note that the workers of a decision have formed a generation.
+
+        If a newer decision was made meanwhile, they have met all the same.
+        """
+        self.have_met, self.fruitless_starts = True, 0
+        self.last_formed = max(self.last_formed, number)
+        if number == self.number:
+            self.is_formed, self.forming_since = True, 0.0
+            self.failures.clear()
 
     def remove(self, process: Process) -> None:
         """Remove a process that is gone."""

@@ -169,6 +169,9 @@ class Inbox:
             status.note("broken", worker=worker, decision=number, why=why.decode(errors="replace"))
         elif kind == "met":
             process.has_met = True
+        elif kind == "received":
+            status.note("received", worker=worker)
+            process.has_state = True
         elif kind == "done" and not process.is_done:
             status.note("done", worker=worker)
             process.is_done = True
@@ -191,8 +194,6 @@ class Inbox:
             seconds = now - (state.forming_since or now)
             text = f"re-formed with {count_of(ranks, 'rank')} in {seconds:.1f} s"
             self._status.announce(text, "formed", decision=number, ranks=ranks, seconds=seconds)
-        if number == state.number:
-            state.mark_formed()
+        state.mark_formed(number)
+        if state.is_formed:
             self._decisions.forget_old()
-        else:  # a newer decision was made meanwhile: its older workers have the state
-            state.last_formed = max(state.last_formed, number)
