@@ -149,6 +149,20 @@ def test_who_joins_in_another_slot_exchanges_it_with_the_process_there():
     assert state.alive[0].index == 0
 
 
+def test_who_was_left_out_counts_when_all_others_are_lost():
+    state = placed("a", "b")
+    old, heir = state.alive.values()
+    put(state, [heir.number], 2)
+    old.has_state = heir.has_state = True
+    assert state.members() == [heir]
+    state.note_failure(heir, -9)
+    assert state.members() == [old]
+    state.finishing = True
+    assert state.members() == []
+    state.finishing, old.is_leaving = False, True
+    assert state.members() == []
+
+
 def test_an_exit_has_the_rank_that_the_worker_knew():
     state = placed("a", "a")
     process = state.alive[1]

@@ -233,9 +233,41 @@ def test_a_worker_without_a_place_ends():
     publish(store, decision(2, "w0", "removed"))
     assert member.generation is not None
     member.generation.close()
+    store.set(formed_key(2), b"")
     with pytest.raises(SystemExit) as end:
         member.form(lambda: None, 30)
     assert end.value.code == 0
+    assert store.try_get(leaving_key("w1")) == b"", "it is no member, whatever happens now"
+
+
+def test_a_worker_without_a_place_comes_back_if_the_others_are_lost_before_they_meet():
+    store = MemoryStore()
+    publish(store, decision(1, "w1 w0", "start"))
+    member = Membership(store, "w1")
+    member.form(lambda: member.generation and member.generation.mark_formed(), 30)
+    publish(store, decision(2, "w0", "removed"))
+    assert member.generation is not None
+    member.generation.close()
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(member.form, lambda: meet(member), 30)
+        store.get(heard_key(2, "w1"), 30)
+        publish(store, decision(3, "w1", "failure", "w0"))
+        forming.result(timeout=30)
+    assert member.generation is not None
+    assert member.generation.decision.number == 3
+
+
+def test_a_worker_without_a_place_that_is_told_to_leave_does_not_wait_for_the_others():
+    store = MemoryStore()
+    publish(store, decision(1, "w1", "start"))
+    member = Membership(store, "w1")
+    member.form(lambda: meet(member), 30)
+    publish(store, decision(2, "w0", "removed"))
+    assert member.generation is not None
+    member.generation.close()
+    member.leaving = True
+    with pytest.raises(SystemExit):
+        member.form(lambda: None, 30)
 
 
 def test_a_new_worker_waits_for_its_place():

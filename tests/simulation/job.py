@@ -56,6 +56,7 @@ from tests.simulation.world import World
 
 HEAD = "head"
 _LONGEST_HANG = 900.0
+_MOMENT = 1.0  # in which a worker that has handed over its state ends, whatever happens elsewhere
 _OUT_OF_REACH = frozenset(
     (
         *("cut", "cut towards the launcher", "cut from the launcher", "cut from everything"),
@@ -402,6 +403,10 @@ class Cluster:
             self.world.note("all hosts and the disk lose their power")
             self.world.later(0.001, lambda: self._lose_everything(fault))
 
+    def note_received(self, worker: str, step: int) -> None:
+        """Note that a worker has the state, before it begins: all ranks have it."""
+        self._holders.setdefault(step, set()).add(worker)
+
     def check_begin(self, worker: str, step: int) -> None:
         if step < self._step_on_disk:
             self.breach(f"{worker} begins at step {step}, though {self._step_on_disk} was on disk")
@@ -414,16 +419,25 @@ class Cluster:
         if step < newest:  # it is lost
             holders = [self.workers[name] for name in sorted(self._holders[newest])]
             begin = f"{worker} begins at step {step}, and step {newest}"
+            excused = {each.name for each in self.hanging} | self._told | self._given_up
+            living = [each.name for each in holders if not each.is_gone]
+            if not excused.issuperset(living):
+                self.breach(f"{begin} was the state of {', '.join(living)}, which still lives")
             self._check_loss(begin, holders)
             self._losses.append((begin, holders))  # some may live, and leave later
             self._holders = {at: who for at, who in self._holders.items() if at <= step}
 
     def _check_loss(self, begin: str, holders: list[Process]) -> None:
-        """Check that not all workers that had a state have left in order, by themselves."""
+        """Check that not all workers that had a state have left in order, by themselves.
+
+        Those that leave while others have it too have handed it over, also if these are lost later.
+        """
         excused = self._told | self._given_up
-        if all(holder.code == 0 and holder.name not in excused for holder in holders):
-            names = ", ".join(holder.name for holder in holders)
-            self.breach(f"{begin} was the state of {names}, which ended in order")
+        left = [each for each in holders if each.code == 0 and each.name not in excused]
+        lost = max((each.ended for each in holders if each not in left), default=0.0)
+        last = [each.name for each in left if each.ended > lost + _MOMENT]
+        if last and all(each.is_gone for each in holders):
+            self.breach(f"{begin} was the state of {', '.join(last)}, which ended in order")
 
 
 class WorkerTools(Tools):
@@ -480,6 +494,9 @@ class WorkerTools(Tools):
         self._cluster.check_device(generation, self.process, topology.local_rank)
         self._cluster.formed.add(generation)
         self._cluster.trained.add(self.name)
+
+    def received(self, step: int) -> None:
+        self._cluster.note_received(self.name, step)
 
     def begins(self, version: int, step: int) -> None:
         self.note(f"begins at step {step}")

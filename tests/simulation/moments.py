@@ -48,6 +48,21 @@ def state_that_does_not_arrive(seed: int) -> Plan:
     return replace(plan, faults=(*faults, *more))
 
 
+def heir_that_is_lost(seed: int) -> Plan:
+    """Make a job in which the only worker that is to stay is lost before the other one has left.
+
+    The launcher hears of it some seconds later.
+    """
+    faults = Fault("kill worker", 10.0, 0.0, 1), Fault("host is not offered", 10.5, 200.0, 0)
+    plan = replace(CALM, seed=seed, samples=60, pace=2.0, faults=faults)
+    formed = last_time(plan, "is rank 1 of 2")
+    more = (
+        Fault("cut towards the launcher", formed + 0.5, 5.0, 1),
+        Fault("kill worker", formed + 1.0, 0.0, 1),
+    )
+    return replace(plan, faults=(*faults, *more))
+
+
 def workers_that_had_met(seed: int) -> Plan:
     """Make a job in which all workers are lost twice, the second time after they have met.
 
@@ -71,6 +86,8 @@ MOMENTS = {
     "new workers count as having the state before they have received it": (
         state_that_does_not_arrive
     ),
+    "a worker that lost its slot leaves before the others have met": heir_that_is_lost,
+    "workers that lost their slot do not count when all others are lost": heir_that_is_lost,
     "a generation does not count as formed if the next decision was made meanwhile": (
         workers_that_had_met
     ),

@@ -216,6 +216,20 @@ MUTANTS = (
         " if state.is_formed or worker.joined <= state.last_formed] or oldest\n",
     ),
     Mutant(
+        "a worker that lost its slot leaves before the others have met",
+        "past",
+        _MEMBERSHIP,
+        "        if not self.holds_state or decision.is_final or decision.too_few:\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "workers that lost their slot do not count when all others are lost",
+        "past",
+        "horovod.runner.elastic.job_state",
+        "        return placed or [p for p in staying if p.has_state and not self.is_over]",
+        "        return placed",
+    ),
+    Mutant(
         "a generation does not count as formed if the next decision was made meanwhile",
         "past",
         "horovod.runner.elastic.mailbox",

@@ -110,6 +110,7 @@ class Process:
         self.command: list[str] = []
         self.started = self.world.now
         self.is_gone = False
+        self.ended = 0.0
         self.is_stopped = False
         self.is_subreaper = False
         self.code: int | None = None
@@ -232,7 +233,7 @@ class Process:
             sock.ask_peer()
 
     def _vanish(self) -> None:
-        self.is_gone = True
+        self.is_gone, self.ended = True, self.world.now
         self.host.processes.remove(self)
         self.world.forget(self)
 

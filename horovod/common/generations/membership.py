@@ -35,6 +35,7 @@ from horovod.common.generations.decisions import (
     broken_key,
     decision_key,
     done_key,
+    formed_key,
     heard_key,
     leaving_key,
     ready_key,
@@ -54,6 +55,7 @@ _WATCH_SLICE = 10.0  # seconds after which the watcher notices a silent driver
 _MOMENT = 1.0  # seconds for the driver to notice what broke a generation before it is tried again
 _CONNECT_SECONDS = 10.0  # to reach the driver, which is there before its workers
 _LAST_WORDS = 5.0  # seconds to end in order once the driver is gone
+_FAREWELL = 30.0  # seconds for others to meet before a worker leaves that has the state
 _MOST_FRUITLESS = 3  # generations of one decision that may break before anything was committed
 
 
@@ -163,13 +165,10 @@ class Membership:
             if self.may_leave:
                 self.leave()
             if slot is None and (self._had_slot or decision.is_final):
-                self._finished = True
-                logger.warning(
-                    "worker %s ends: it has no place in the job any more (%s)",
-                    self.worker_id,
-                    decision.reason,
-                )
-                raise SystemExit(0)
+                if self._is_dispensable(decision):
+                    why = f"it has no place in the job any more ({decision.reason})"
+                    self._leave(f"ends: {why}", is_announced=not decision.is_final)
+                continue
             if slot is None or decision.too_few:
                 self._await_next(number)
                 continue
@@ -186,6 +185,27 @@ class Membership:
                 if self._newest is decision:
                     self.generation = generation
                     return generation
+
+    def _is_dispensable(self, decision: Decision) -> bool:
+        """Wait until the workers of a decision have met without this one, or a newer one comes.
+
+        Until then they may all be lost, and the driver counts on the state that this one has.
+        """
+        if not self.holds_state or decision.is_final or decision.too_few:
+            return True
+        number, deadline = decision.number, time.monotonic() + _FAREWELL
+        keys = [decision_key(number + 1), formed_key(number)]
+        while not self.leaving and time.monotonic() < deadline:
+            try:
+                if self.store.get_any(keys, _MOMENT)[0] == formed_key(number):
+                    return True
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                pass  # the watcher finds out whether that is for good
+            self._await_next(number)
+            return False
+        return True
 
     def _choose(self) -> Decision:
         """Return the newest decision, after a moment in which the next one may appear.
@@ -258,10 +278,14 @@ class Membership:
 
     def leave(self) -> NoReturn:
         """Leave the job on purpose: say so, and end the process in order."""
+        self._leave("leaves the job, as it was told to")
+
+    def _leave(self, how: str, is_announced: bool = True) -> NoReturn:
         self._finished = True
-        logger.warning("worker %s leaves the job, as it was told to", self.worker_id)
+        logger.warning("worker %s %s", self.worker_id, how)
         try:
-            self.store.set(leaving_key(self.worker_id), b"")
+            if is_announced:
+                self.store.set(leaving_key(self.worker_id), b"")
         except OSError as error:
             # From a worker that said nothing, status 0 would mean that it has trained to the end.
             raise SystemExit(DRIVER_LOST) from error

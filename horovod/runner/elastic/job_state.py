@@ -178,10 +178,13 @@ class JobState:
         return [*self.members(), *self.newcomers()]
 
     def members(self) -> list[Process]:
-        """Return the workers of the newest decision that are alive and stay."""
-        return [
-            p for p in self.alive.values() if p.number in self.placed_workers and not p.is_ending
-        ]
+        """Return the workers of the newest decision that are alive and stay.
+
+        If all of them are lost, those count that it has left out, have the state and still live.
+        """
+        staying = [p for p in self.alive.values() if not p.is_ending]
+        placed = [p for p in staying if p.number in self.placed_workers]
+        return placed or [p for p in staying if p.has_state and not self.is_over]
 
     def newcomers(self) -> list[Process]:
         """Return the workers that are alive and not in any decision so far."""

@@ -181,6 +181,8 @@ class Inbox:
             process.is_leaving = True
             if process.number in self._state.placed_workers:
                 self._state.departed_workers.append(process.number)
+            elif process.joined is not None:  # a decision has left it out, and it has handed over
+                return True
             self._manager.give_back(process.host)
             self._state.causes.append(f"{process} leaves, as it was told to")
         return kind not in ("heard", "seen", "broken")
