@@ -109,8 +109,7 @@ class Process:
         self.environ = dict(environ)
         self.command: list[str] = []
         self.started = self.world.now
-        self.is_gone = False
-        self.ended = 0.0
+        self.is_gone, self.ended = False, 0.0
         self.is_stopped = False
         self.is_subreaper = False
         self.code: int | None = None

@@ -173,7 +173,7 @@ FOUND = {
     "every decision gives workers whose program hangs more time": HANGING,
     "rank 0 gives its state to all, whoever has the newest": replace(
         CALM,
-        seed=0,
+        seed=7,
         num_hosts=3,
         samples=120,
         faults=(
