@@ -257,6 +257,29 @@ def test_a_worker_without_a_place_comes_back_if_the_others_are_lost_before_they_
     assert member.generation.decision.number == 3
 
 
+def test_a_worker_without_a_place_whose_connection_breaks_as_it_says_so_says_it_again():
+    class Store(MemoryStore):
+        tries = 0
+
+        def set(self, key: str, value: bytes) -> None:
+            self.tries += key == leaving_key("w1")
+            if key == leaving_key("w1") and self.tries == 1:
+                raise ConnectionResetError("by the peer")
+            super().set(key, value)
+
+    store = Store()
+    publish(store, decision(1, "w1", "start"))
+    member = Membership(store, "w1")
+    member.form(lambda: meet(member), 30)
+    assert member.generation is not None
+    member.generation.close()
+    publish(store, decision(2, "w0", "removed"))
+    store.set(formed_key(2), b"")
+    with pytest.raises(SystemExit) as end:
+        member.form(lambda: None, 30)
+    assert (end.value.code, store.try_get(leaving_key("w1"))) == (0, b"")
+
+
 def test_a_worker_without_a_place_that_is_told_to_leave_does_not_wait_for_the_others():
     store = MemoryStore()
     publish(store, decision(1, "w1", "start"))

@@ -219,7 +219,7 @@ MUTANTS = (
         "a worker that lost its slot leaves before the others have met",
         "past",
         _MEMBERSHIP,
-        "        if not self.holds_state or decision.is_final or decision.too_few:\n",
+        "        if not self.holds_state or decision.is_final:\n",
         "        if True:\n",
     ),
     Mutant(

@@ -165,10 +165,15 @@ class Membership:
             if self.may_leave:
                 self.leave()
             if slot is None and (self._had_slot or decision.is_final):
-                if self._is_dispensable(decision):
-                    why = f"it has no place in the job any more ({decision.reason})"
-                    self._leave(f"ends: {why}", is_announced=not decision.is_final)
-                continue
+                if not self._may_go(decision):
+                    continue
+                self._finished = True
+                logger.warning(
+                    "worker %s ends: it has no place in the job any more (%s)",
+                    self.worker_id,
+                    decision.reason,
+                )
+                raise SystemExit(0)
             if slot is None or decision.too_few:
                 self._await_next(number)
                 continue
@@ -186,26 +191,25 @@ class Membership:
                     self.generation = generation
                     return generation
 
-    def _is_dispensable(self, decision: Decision) -> bool:
-        """Wait until the workers of a decision have met without this one, or a newer one comes.
+    def _may_go(self, decision: Decision) -> bool:
+        """Return whether this worker may end, after a decision that has no slot for it.
 
-        Until then they may all be lost, and the driver counts on the state that this one has.
+        If it has the state, it first waits until the others have met without it: until then all of
+        them may be lost, and a newer decision have a slot for it. It then tells the driver.
         """
-        if not self.holds_state or decision.is_final or decision.too_few:
+        if not self.holds_state or decision.is_final:
             return True
         number, deadline = decision.number, time.monotonic() + _FAREWELL
-        keys = [decision_key(number + 1), formed_key(number)]
-        while not self.leaving and time.monotonic() < deadline:
-            try:
-                if self.store.get_any(keys, _MOMENT)[0] == formed_key(number):
-                    return True
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                pass  # the watcher finds out whether that is for good
-            self._await_next(number)
-            return False
-        return True
+        keys, found = [decision_key(number + 1), formed_key(number)], ""
+        with contextlib.suppress(ConnectionError):  # the watcher finds out whether that is for good
+            while not (found or self.leaving or decision.too_few) and time.monotonic() < deadline:
+                with contextlib.suppress(TimeoutError):
+                    found, _ = self.store.get_any(keys, _MOMENT)
+            if found != keys[0]:
+                self.store.set(leaving_key(self.worker_id), b"")
+                return True
+        self._await_next(number)
+        return False
 
     def _choose(self) -> Decision:
         """Return the newest decision, after a moment in which the next one may appear.
@@ -246,10 +250,7 @@ class Membership:
         return self.unrecoverable is None
 
     def confirm_state(self) -> None:
-        """Tell the driver, once, that this worker has the state, so that others may leave.
-
-        If that fails, they stay until the next call.
-        """
+        """Tell the driver, once, that this worker has the state; if that fails, try next time."""
         if not self._has_confirmed:
             with contextlib.suppress(OSError):
                 self.store.set(received_key(self.worker_id), b"")
@@ -278,14 +279,10 @@ class Membership:
 
     def leave(self) -> NoReturn:
         """Leave the job on purpose: say so, and end the process in order."""
-        self._leave("leaves the job, as it was told to")
-
-    def _leave(self, how: str, is_announced: bool = True) -> NoReturn:
         self._finished = True
-        logger.warning("worker %s %s", self.worker_id, how)
+        logger.warning("worker %s leaves the job, as it was told to", self.worker_id)
         try:
-            if is_announced:
-                self.store.set(leaving_key(self.worker_id), b"")
+            self.store.set(leaving_key(self.worker_id), b"")
         except OSError as error:
             # From a worker that said nothing, status 0 would mean that it has trained to the end.
             raise SystemExit(DRIVER_LOST) from error
