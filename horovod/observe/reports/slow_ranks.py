@@ -62,7 +62,7 @@ class SlowRanks:
     times_last: int  # the number of steps in which one of them was the last
     num_steps: int
     excess: float  # their median time to compute, minus that of the others
-    cost: float  # what a step would be shorter by, on average, if they were like the others
+    cost: float  # how much shorter a step would be, on average, if they were like the others
 
 
 def find_slow_ranks(times: Mapping[int, Sequence[float]], least_gap: float) -> SlowRanks | None:

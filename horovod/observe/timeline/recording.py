@@ -53,7 +53,7 @@ class RecordedCollective:
 
     @property
     def met(self) -> float | None:
-        """A moment that was about the same one on all ranks, and after all had submitted it."""
+        """A moment that came at about the same time on all ranks, after all had submitted."""
         return self.ended if self.is_direct else self.agreed
 
     @property
@@ -71,7 +71,7 @@ class TimeSpan:
     began: float
     ended: float
     number: int = 0  # of the step
-    what: str = ""  # the program waits for
+    what: str = ""  # what the program waits for
     ran: float | None = None  # how long the step's thread had a core; None where unknown
     starved: float | None = None  # how long it was ready to run and had none
 
