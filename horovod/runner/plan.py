@@ -44,7 +44,7 @@ class PlannedJob:
         return 2 * rounds * self.link.latency + part * self.sent(bits) / self.link.bandwidth
 
     def agreement(self) -> float:
-        """Return the seconds in which the hosts agree to begin an exchange."""
+        """Return the seconds that the hosts need to agree to begin an exchange."""
         return math.ceil(math.log2(self.hosts)) * self.link.latency
 
     def slow_start(self, bits: int, part: float) -> float:

@@ -50,7 +50,7 @@ class LinkServer(ABC, Generic[Link]):
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Condition()
         self._links: list[Link] = []
-        self._pending: dict[LinkChannel, float] = {}  # and the deadlines of their handshakes
+        self._pending: dict[LinkChannel, float] = {}  # with the deadlines of their handshakes
         self._closing = False
         self._paused = False
         self._rejected = 0

@@ -25,11 +25,11 @@ from horovod.runner.slots.hosts import parse_hosts
 
 
 class Blacklist:
-    """The failures of all hosts, and which hosts are not used because of them.
+    """Records the failures of all hosts, and says which hosts are not used because of them.
 
-    A host may lose a number of workers before it is blacklisted. Without a cooldown range that is
-    for good. With one the host may come back, with a clean record, after a time that doubles with
-    every blacklisting, from the lower to the upper end of the range.
+    A host may lose workers before it is blacklisted. Without a cooldown range that is for good.
+    With one the host may come back, with a clean record, after a time that doubles with every
+    blacklisting, from the lower to the upper end of the range.
     """
 
     def __init__(
