@@ -57,7 +57,7 @@ _KILL_SECONDS = 5.0
 
 @dataclass
 class ActorRequest:
-    """What all workers of a job have in common when they start."""
+    """Describes how any worker of a job is started."""
 
     settings: Any
     needs: BaseParams

@@ -115,7 +115,7 @@ class BaseStrategy(ABC):
 
 
 class ColocatedStrategy(BaseStrategy):
-    """The same number of workers on each of several nodes."""
+    """Starts the same number of workers on each of several nodes."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class ColocatedStrategy(BaseStrategy):
 
 
 class PGStrategy(BaseStrategy):
-    """A number of workers on as few nodes as possible, or inside a placement group that exists."""
+    """Starts workers on as few nodes as possible, or inside an existing placement group."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ __all__ = ["HorovodConfig", "HorovodTrainer"]
 
 @dataclass
 class HorovodConfig(BackendConfig):
-    """How the workers of a `HorovodTrainer` find each other.
+    """Configures how the workers of a `HorovodTrainer` find each other.
 
     Args:
         nics: Names of the network interfaces to use between the nodes. By default every worker

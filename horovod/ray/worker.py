@@ -50,7 +50,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How an elastic worker's function ended."""
+    """The end of an elastic worker's function."""
 
     code: int  # the exit code that a process would have
     finished: bool = False  # whether the function returned; if not, it failed or had to leave

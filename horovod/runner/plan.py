@@ -21,7 +21,7 @@ SLACK = 1.5  # how much longer than computed a fragment may travel before a step
 
 @dataclass(frozen=True)
 class Link:
-    """What connects each host to all others: seconds one way, and bytes per second each way."""
+    """The link of each host to all others: seconds one way, and bytes per second each way."""
 
     latency: float
     bandwidth: float

@@ -90,7 +90,7 @@ class TypicalStep:
 
 @dataclass(frozen=True)
 class RankView:
-    """What is known about a rank when stragglers are looked for."""
+    """The facts about a rank by which stragglers are found."""
 
     host: str
     typical: TypicalStep | None  # of its last steps
@@ -194,7 +194,7 @@ class Verdicts:
 
 @dataclass
 class _Case:
-    """What is shown about one rank, and what the present finding is."""
+    """The shown finding about one rank, and its present one."""
 
     said: Straggler | None = None
     found: str = ""  # the kind of the present finding; empty if there is none

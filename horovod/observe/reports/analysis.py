@@ -36,7 +36,7 @@ LATE_SHARE, LATE_MICROSECONDS = 0.01, 100.0  # of a step, and in all: less is no
 
 @dataclass
 class Analysis:
-    """What `analyse` found."""
+    """The result of `analyse`."""
 
     hosts: dict[int, str]  # of each rank with a file
     steps: list[StepSplit]  # the usual ones

@@ -21,7 +21,7 @@ MOST_TIMINGS = 4096  # of operations that a device has not completed
 
 @dataclass(slots=True, eq=False)
 class Counters:
-    """What one channel has done. Written by the thread that runs its rounds, read by any."""
+    """Counts of one channel. The thread that runs its rounds writes them; any thread may read."""
 
     media: tuple[str, ...] = ()  # what carries tensors in host memory
     wait: float = 0.0  # seconds until all ranks were there

@@ -48,7 +48,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a clock is ahead of another, at some of its times; linear in between."""
+    """The lead of one clock over another, known at some of its times and linear in between."""
 
     times: tuple[float, ...]
     leads: tuple[float, ...]

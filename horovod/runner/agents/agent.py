@@ -219,7 +219,7 @@ class Agent:
                 if worker.number in ids:
                     self._stop_one(worker, grace)
         elif self._killing:
-            pass
+            pass  # SIGKILL is on its way already
         elif grace <= 0:
             self._kill_all()
         else:
@@ -236,7 +236,7 @@ class Agent:
             worker.deadline = deadline
             if grace > 0 and worker.running:
                 signal_groups([worker.pid], signal.SIGTERM)
-            elif grace > 0:
+            elif grace > 0:  # the leader has ended, so its group may be gone: signal what it left
                 signal_all(find_descendants(worker.pid), signal.SIGTERM)
 
     def _end(self, grace: float) -> None:
@@ -273,7 +273,7 @@ class Agent:
         elif self._killing:
             self.kill()  # again: processes may have been forked, or become our children, since
         elif self._closing and not self._running() and not self._cleaning:
-            self._cleaning = True
+            self._cleaning = True  # all workers have ended; daemons that they started have not
             signal_all(find_descendants(os.getpid()), signal.SIGTERM)
             self.stop(LEFTOVER_GRACE)
         return alive

@@ -40,7 +40,7 @@ _WORKERS_PER_HOST = 64  # each needs descriptors, and may be started at any time
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """What the workers of a job run, and how they are started."""
+    """Describes what the workers of a job run, and how they are started."""
 
     command: Sequence[str]
     env: Mapping[str, str]  # the variables that do not depend on worker and host

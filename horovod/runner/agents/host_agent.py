@@ -41,7 +41,7 @@ _AGENT_MODULES = ("bootstrap", "local_host", "agent_streams", "agent")
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What makes one worker different from the others of its host."""
+    """Describes one worker: in what it differs from the others of its host."""
 
     id: int  # unique in the job
     argv: Sequence[str]

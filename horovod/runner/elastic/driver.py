@@ -164,6 +164,7 @@ class Driver(JobPolicy):
         state = self._state
         if code != 0:
             process.because_of = read_note(self._store, process.name)
+        # Workers that were told to end, or that a decision has left out, are no failures.
         removed = process.joined is not None and process.number not in state.placed_workers
         expected = process.is_dismissed or removed or (process.is_leaving and code == 0)
         if expected or (code != 0 and self._job.is_ending):

@@ -36,7 +36,7 @@ def names(numbers: Iterable[int]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user asked for."""
+    """The user's limits for the size of an elastic job, and for the times that it waits."""
 
     num_proc: int  # slots that the job needs to begin
     min_np: int

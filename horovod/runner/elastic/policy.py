@@ -53,7 +53,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class ElasticPlan:
-    """What the driver does now."""
+    """The next actions of the driver."""
 
     start: tuple[str, ...] = ()  # a host for each new worker
     stop: tuple[int, ...] = ()  # workers that were in no decision and will be in none

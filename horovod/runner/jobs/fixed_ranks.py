@@ -189,6 +189,7 @@ class FixedRanks(JobPolicy):
             self._console.say(f"rank {one.rank} ended: {one.describe()}")
         failures = [one for one in batch if one.code != 0]
         stopping = self._job.supervisor.stopping
+        # Ranks that end after a signal, or because something else ended the job, are not to blame.
         if self._job.supervisor.signals or (stopping and not self._cause.failures):
             return
         # A failure reported later may have happened earlier, unless we have ended that rank.

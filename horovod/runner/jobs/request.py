@@ -42,7 +42,7 @@ from horovod.runner.slots.worker_env import (
 
 @dataclass(frozen=True)
 class JobRequest(WorkerRequest):
-    """What a job with fixed ranks runs, where and how."""
+    """Describes what a job with fixed ranks runs, where and how."""
 
     slots: Sequence[Slot] = ()
     attach: int | None = None  # the rank that gets the launcher's stdin

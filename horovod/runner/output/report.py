@@ -55,7 +55,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a worker ended; ``code`` is negative after a signal."""
+    """The end of a worker; ``code`` is negative after a signal."""
 
     rank: int
     pid: int

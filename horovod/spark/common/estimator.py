@@ -212,7 +212,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         check_nan_labels(self.getNanLabels())
 
     def _feeds_columns(self) -> bool:
-        """Whether the model gets the columns as they are, so that they can be tried here."""
+        """Return whether the model gets the columns as they are, so that a trial is possible."""
         return self.getTransformationFn() is None and self.getDataModule() is None
 
     def _trial_rows(self) -> int:

@@ -161,4 +161,4 @@ class PytorchInmemDataLoader(PytorchDataLoader):
 
 
 class PytorchInmemAsyncDataLoader(AsyncDataLoaderMixin, PytorchInmemDataLoader):
-    """The same, loaded ahead by a thread."""
+    """A `PytorchInmemDataLoader` whose batches a thread loads ahead."""

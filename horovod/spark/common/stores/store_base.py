@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class RemoteStore:
-    """What ranks know of a store: the paths of one run, and how to copy files to it.
+    """A store as ranks see it: the paths of one run, and functions that copy files to it.
 
     Rank 0 uses `get_local_output_dir` and `sync`.
     """
