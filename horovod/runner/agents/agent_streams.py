@@ -310,6 +310,7 @@ class LauncherOutput:
             self._poller.register(1, self._flush, writing=True)
         elif waiting and not self._unsent:
             self._poller.unregister(1)
+        # Reading resumes at half of the limit, so that it does not stop and start all the time.
         self._pause(len(self._unsent) > (_MOST_UNSENT // 2 if self._paused else _MOST_UNSENT))
 
     def _pause(self, pause: bool) -> None:

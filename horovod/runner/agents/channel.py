@@ -157,7 +157,7 @@ class ChannelLink:
             return b""
         try:
             messages = self._channel.receive()
-        except BlockingIOError:
+        except BlockingIOError:  # an OSError, too, but not a broken connection
             raise
         except OSError as error:
             self._keep(f"{error}\n".encode())

@@ -143,7 +143,7 @@ class LinkServer(ABC, Generic[Link]):
 
     def _take(self, channel: LinkChannel) -> None:
         if channel not in self._pending:
-            return
+            return  # it was dropped earlier in this turn of the loop
         try:
             messages = channel.receive()
             channel.flush()

@@ -198,7 +198,7 @@ class Supervisor:
 
     def _take(self, agent: HostAgent) -> None:
         if agent not in self._agents:
-            return
+            return  # it was removed earlier in this turn of the loop
         for event in agent.read():
             self._take_event(agent, *event)
 

@@ -175,7 +175,7 @@ class HostDiscoveryScript(HostDiscovery):
                 ) from None
             finally:
                 self._process = None
-                _kill_group(process)
+                _kill_group(process)  # also what a script that has ended left running
         if process.returncode != 0:
             said = errors.decode(errors="replace").strip()
             raise RuntimeError(
