@@ -32,7 +32,7 @@ class Trace:
     """Says who wants to see every operation of a job, such as a timeline that is recorded."""
 
     timeline: Timeline | None = None
-    members: dict[str, Sequence[str]] = field(default_factory=dict)  # of requests that are groups
+    members: dict[str, Sequence[str]] = field(default_factory=dict)  # tensors of grouped requests
     shares_arrivals: bool = False  # ranks tell each other when they submitted; equal on all ranks
     has_ranges: bool = False  # whether a tool or the log wants every operation
     watched: bool = False  # any of these is wanted: then no operation takes the shortest way

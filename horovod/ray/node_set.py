@@ -82,7 +82,7 @@ class _Worker:
     info: Any  # a reference to its `WorkerInfo`
     call: Future[Any]  # what it does now: it joins the job, or runs the function
     is_working: bool = False
-    is_killed: bool = False  # by this process
+    is_killed: bool = False  # whether this process has killed it
     asked_at: float = field(default_factory=time.monotonic)
 
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-GOOD = 0.95  # of the speed without communication: what is recommended reaches it if anything does
-FORWARD = 1 / 3  # of a step, in which nothing is sent: backward takes twice as long
+GOOD = 0.95  # share of the speed without communication that a recommended way reaches, if any does
+FORWARD = 1 / 3  # share of a step, in which nothing is sent: backward takes twice as long
 FEW_HOSTS = 8  # up to which everybody exchanges parts with everybody at once
 FIRST_BURST = 10 * 1460  # bytes that TCP sends at first, after a pause
 SLACK = 1.5  # how much longer than computed a fragment may travel before a step waits for it
@@ -68,7 +68,7 @@ class Way:
     """One way to train: what is sent, how often, and whether it travels beside training."""
 
     title: str
-    bits: int = 32  # of an element on the link
+    bits: int = 32  # bits of an element on the link
     local_steps: int = 0  # 0: gradients, in every step
     fragments: int = 1  # more than one: each travels beside training
 

@@ -93,7 +93,7 @@ class RankView:
     """The facts about a rank by which stragglers are found."""
 
     host: str
-    typical: TypicalStep | None  # of its last steps
+    typical: TypicalStep | None  # the medians of its last steps
     silent: float  # seconds since its last report
     process_state: str  # the letter in /proc/<pid>/stat; empty if that cannot be read
     awaited: float = 0.0  # seconds that others have waited for it

@@ -23,7 +23,7 @@ from statistics import fmean, median
 
 CHANCE = 1e-3  # the largest probability with which chance may explain what counts as a finding
 _STRETCHES = 4  # into which the steps are cut; the ranks must be slow in all but one of them
-_FEWEST_STEPS = 4  # in a stretch
+_FEWEST_STEPS = 4  # steps in a stretch
 
 BACKWARD, COMPUTE, LINK = "backward", "compute", "link"
 WHERE_TO_LOOK = {
@@ -41,7 +41,7 @@ WHERE_TO_LOOK = {
 class Sensitivity:
     """The least difference between slow ranks and others that means something."""
 
-    share: float  # of a step
+    share: float  # a share of the step
     seconds: float = 0.0  # differences up to this one come from timers and schedulers
 
     def least_gap(self, step: float) -> float:

@@ -16,7 +16,7 @@ import torch
 from horovod.observe.statistics.device_clock import Mark
 from horovod.transport.base import DEVICE, NETWORK, SHARED_MEMORY
 
-MOST_TIMINGS = 4096  # of operations that a device has not completed
+MOST_TIMINGS = 4096  # remembered operations that a device has not completed
 
 
 @dataclass(slots=True, eq=False)

@@ -22,9 +22,9 @@ from horovod.observe.statistics.counters import MOST_TIMINGS, Counters, Timing, 
 from horovod.observe.statistics.metrics import check_name, check_number, check_step
 
 MOST_NAMES = 100  # metrics of a process
-MOST_VALUES = 200  # of a metric that are kept between two reports
-MOST_STEPS = 50  # in a report
-KEPT_STEPS = 256  # between two reports
+MOST_VALUES = 200  # values of a metric that are kept between two reports
+MOST_STEPS = 50  # steps in a report
+KEPT_STEPS = 256  # steps that are kept between two reports
 
 _RATE_STEPS = 20  # steps over which their number per second is taken
 _SAMPLE_SECONDS = 1.0  # between looks at the memory of the GPU, which take tens of microseconds

@@ -80,7 +80,7 @@ class Reporter:
         self._reported_steps = self._steps_before
         self._gpu = GpuUse()
         self._notes = WaitingNotes(job)
-        self._metrics: dict[str, list[tuple[int, float]]] = {}  # that are still to be sent
+        self._metrics: dict[str, list[tuple[int, float]]] = {}  # values to send
         self._complained = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="horovod-stats", daemon=True)

@@ -253,7 +253,7 @@ class HostManager:
     ) -> None:
         self.discovery = discovery
         self.blacklisting = Blacklist(max_failures, cooldown_range)
-        self._slots: dict[str, int] = {}  # as discovered
+        self._slots: dict[str, int] = {}  # slots by host, as discovered
         self._given_back: dict[str, list[float]] = {}  # by host: when each such slot counts again
         self._events: dict[str, threading.Event] = {}
         self._excluded: frozenset[str] = frozenset()

@@ -100,7 +100,7 @@ class WorkerFailure:
 
     worker: int
     exit: Exit
-    how: str = ""  # for people, where more is known than the exit
+    how: str = ""  # words for people, if more than the exit is known
 
 
 @dataclass

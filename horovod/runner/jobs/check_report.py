@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from horovod.observe.reports.amounts import align_columns, join_words
 
 _CLOCK_SECONDS = 0.5  # beyond which logs and timelines of several hosts no longer fit together
-_SLOW_LINK = 0.25  # of the median of all links
+_SLOW_LINK = 0.25  # share of the median rate of all links
 
 _NEVER_ASKED: Mapping[str, Any] = {}
 

@@ -103,7 +103,7 @@ class Outcome:
     output_lost: bool = False
     problem: str = ""  # the reason why the launcher itself could not go on
     problem_status: int = 1
-    account: str = ""  # of the first failure, for people
+    account: str = ""  # the account of the first failure, for people
 
     def note_lost_output(self, console: Console) -> None:
         """Take over from the console whether and why output was lost, which ends a job."""

@@ -123,7 +123,7 @@ def nan_condition(frame: Any, columns: list[str]) -> Any:
     found = F.lit(False)
     for name in columns:
         has_nan = _Queries(F.col(quoted(name)), frame.schema[name].dataType).has_nan
-        found |= F.coalesce(has_nan, F.lit(False))  # for a null it is null
+        found |= F.coalesce(has_nan, F.lit(False))  # for a null value the condition is null
     return found
 
 

@@ -63,7 +63,7 @@ class _Prediction:
     """Adds the predictions to the record batches of a partition, on an executor."""
 
     predictor: Predictor
-    columns: list[str]  # of the DataFrame
+    columns: list[str]  # the columns of the DataFrame
     features: list[str]
     outputs: list[str]  # names of the new columns
     sizes: list[int]  # values in a row of each new column

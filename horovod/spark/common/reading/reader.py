@@ -207,7 +207,7 @@ class _Output:
 
     def __init__(self) -> None:
         self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.room = threading.Semaphore(CHUNKS_AHEAD)  # for chunks and ends
+        self.room = threading.Semaphore(CHUNKS_AHEAD)  # free slots for chunks and ends
 
 
 class _Run:

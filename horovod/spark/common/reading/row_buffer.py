@@ -16,7 +16,7 @@ from horovod.spark.common.reading.columns import ColumnError, Rows
 Array = np.ndarray[Any, Any]
 
 _TILE_BYTES = 1024 * 1024  # size of the rows that are packed at once: they stay in the cache
-_TILE_ROWS = 1024  # at least: packing has a cost for each column of a tile
+_TILE_ROWS = 1024  # at least, because packing has a cost for each column of a tile
 
 
 class RowLayout:
