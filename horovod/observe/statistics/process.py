@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 class Statistics:
-    """The numbers of this process since its first `init`; re-forming an elastic job keeps them."""
+    """The numbers of this process since `init`; re-forming an elastic job keeps them."""
 
     def __init__(self) -> None:
         self.enabled = True  # a switch for benchmarks, read when a channel is made and by steps

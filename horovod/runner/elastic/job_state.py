@@ -200,7 +200,7 @@ class JobState:
         return process.has_met or self.has_state(process)
 
     def unresponsive_workers(self, number: int) -> list[Process]:
-        """Return the workers that do not know decision `number` yet; after a while they are lost.
+        """Return the workers that do not know decision `number` yet; they soon count as lost.
 
         A worker that joined by a later decision need not know this one.
         """
