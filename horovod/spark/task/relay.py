@@ -56,7 +56,7 @@ def serve(ticket: Ticket, _rows: Iterable[Any]) -> Iterator[Any]:
 
 
 def _serve_once(ticket: Ticket, context: TaskContext, attempt: int) -> bool:
-    """Serve as a host until the driver ends that; return whether to begin as another host."""
+    """Serve as a host until the driver ends that; return whether to begin anew as another host."""
     try:
         channel = connect(ticket.address, ticket.port, ticket.key, ticket.start_timeout)
     except OSError as error:

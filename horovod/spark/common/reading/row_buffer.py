@@ -71,7 +71,7 @@ class RowLayout:
 def packed(rows: Rows) -> Rows:
     """Put the columns of the same kind side by side in one array, of which they become views.
 
-    Small numbers of rows stay as they are: packing them later costs less than packing them here.
+    Few rows stay as they are: packing them later costs less than checking that they are packed.
     """
     if row_count(rows) < _TILE_ROWS:
         return rows
