@@ -36,7 +36,7 @@ def names(numbers: Iterable[int]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user asked for."""
+    """The user's limits for the size of an elastic job, and for the times that it waits."""
 
     num_proc: int  # slots that the job needs to begin
     min_np: int
@@ -100,7 +100,7 @@ class WorkerFailure:
 
     worker: int
     exit: Exit
-    how: str = ""  # for people, where more is known than the exit
+    how: str = ""  # words for people, if more than the exit is known
 
 
 @dataclass
@@ -200,7 +200,7 @@ class JobState:
         return process.has_met or self.has_state(process)
 
     def unresponsive_workers(self, number: int) -> list[Process]:
-        """Return the workers that do not know decision `number` yet; after a time they hang.
+        """Return the workers that do not know decision `number` yet; they soon count as lost.
 
         A worker that joined by a later decision need not know this one.
         """
@@ -209,16 +209,16 @@ class JobState:
         return [p for p in told if max(p.heard, p.entered[0]) < number]
 
     def unaware_workers(self) -> list[Process]:
-        """Return the workers that an earlier decision added, and that have not entered any since.
+        """Return workers that a decision added and the newest left out before they entered any.
 
-        The newest is without them. They may have come too late to learn that they ever had a slot,
-        and then they wait for one: who knows of it ends by itself.
+        They may never have learned that they had a slot, and would wait for one for ever. A worker
+        that knows that it was left out ends by itself.
         """
         removed = [p for p in self.alive.values() if p.number not in self.placed_workers]
         return [p for p in removed if p.joined and p.entered == (0, 0) and not p.is_ending]
 
     def absent_members(self, number: int, attempt: int = 0) -> list[Process]:
-        """Return the members that have not entered that generation."""
+        """Return the members that have not entered generation `number`, in this attempt."""
         return [p for p in self.members() if p.entered < (number, attempt)]
 
     def describe_awaited(self, connecting: Sequence[str]) -> str:
@@ -302,7 +302,7 @@ class JobState:
         self.unrecovered = None
 
     def note_failure(self, process: Process, code: int, how: str = "") -> WorkerFailure:
-        """Note a process that is gone because of a failure; `how` says it to people."""
+        """Note a process that is gone because of a failure, which `how` describes to people."""
         exit = process.exit(code)
         if how and how != exit.describe():
             exit = dataclasses.replace(exit, loss=how)
@@ -318,7 +318,7 @@ class JobState:
         return failure
 
     def note_loss(self, process: Process, code: int, how: str) -> None:
-        """Note the failure of a process that had started: others may have to go on without it."""
+        """Note the failure of a process that had started; it is a cause of the next decision."""
         failure = self.note_failure(process, code, how)
         if process.is_done:
             self.bad_end = self.bad_end or failure
