@@ -120,13 +120,13 @@ class PowerSGD(FeedbackHook):
             applied = product.gradient.to(result.dtype)  # after rounding
             residual = product.matrix.view(-1).sub_(applied, alpha=share)
             self._keep(product.name, residual, product.gradient)
-            # A direction without a gradient, or with a NaN, leads nowhere: keep looking around.
+            # A direction without a gradient, or with a NaN, is useless: keep the earlier one.
             right = product.right
             useful = torch.isfinite(right).all(0) & (right != 0).any(0)
             self._directions[product.name] = torch.where(useful, right, earlier)
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals (this rank's own), directions and counts (everybody's), by parameter name."""
+        """Return residuals (this rank's), directions and counts (all ranks'), by parameter name."""
         return {
             **super().state_dict(),
             "directions": dict(self._directions),
@@ -141,6 +141,6 @@ class PowerSGD(FeedbackHook):
 
 
 def _random_directions(name: str, num_rows: int, rank: int) -> Tensor:
-    """Return where to begin: the same on all ranks, another for each parameter."""
+    """Return the first directions: the same on all ranks, different for each parameter."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
     return torch.randn(num_rows, rank, generator=torch.Generator().manual_seed(seed))
