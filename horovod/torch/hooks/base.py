@@ -119,7 +119,7 @@ class CommunicationHook(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, this rank's `state_dict`; raise ValueError if it is another hook's."""
+        """Go on from `state`, this rank's `state_dict`; raise ValueError for another hook's."""
         self._expect(state, ())
 
     def _expect(self, state: dict[str, Any], keys: Sequence[str]) -> None:
