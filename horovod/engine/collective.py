@@ -32,8 +32,8 @@ class Kind(str, Enum):
     JOIN = "join"
     PROCESS_SET = "process_set"
     ALGORITHM = "algorithm"
-    LANE = "lane"  # open one: see `horovod.engine.execution.lane`,
-    CONFIRM = "gradients"  # and compare what a step has begun on it
+    LANE = "lane"  # opens a lane: see `horovod.engine.execution.lane`
+    CONFIRM = "gradients"  # compares what a step has begun on a lane
 
     __hash__ = str.__hash__  # an Enum's own is written in Python, and records are keys
 
@@ -58,7 +58,7 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True)
 class LanePlan:
-    """What a step begins on a lane, in this order: the same on all ranks."""
+    """The reductions that a step begins on a lane, in this order, which all ranks have."""
 
     dtypes: tuple[str, ...]  # of the flat tensors, such as "float32"
     counts: tuple[int, ...]  # of their elements
@@ -74,7 +74,7 @@ class LanePlan:
 
 
 class Collective(NamedTuple):
-    """One collective operation, without its tensors. All ranks must pass the same, but `splits`."""
+    """One collective operation, without its tensors. Ranks may differ in nothing but `splits`."""
 
     kind: Kind
     name: str | None  # the user's; without one, ranks match collectives by the order of their calls

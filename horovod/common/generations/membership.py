@@ -78,7 +78,7 @@ class Membership:
         self.on_break: Callable[[str, Generation], None] = lambda reason, generation: None
         self.leaving = False  # whether it was told to leave (SIGTERM)
         self.holds_state = False  # has been in a generation, so that others may need its state
-        self.unrecoverable: str | None = None  # why it is of no use to try again
+        self.unrecoverable: str | None = None  # why another try is of no use
         self._newest: Decision | None = None
         self._changed = threading.Condition()
         self._expected = 0  # the number of the decision that should follow what happened
@@ -212,7 +212,7 @@ class Membership:
             self._expected = generation.decision.number + 1
 
     def can_recover(self) -> bool:
-        """Return whether it is of use to form another generation, after a collective failed."""
+        """Return whether another generation may succeed, after a collective has failed."""
         self._end_without_driver()
         generation = self.generation
         if generation is not None and generation.is_formed and not generation.made_progress:

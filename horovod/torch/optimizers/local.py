@@ -149,7 +149,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
         Call this at the end of training, and before the model is evaluated or saved for use:
         afterwards all ranks have the same parameters. All ranks must call it together. The outer
         optimizer takes no step, because its momentum is that of whole rounds of local steps. The
-        count of local steps begins anew. In the warm-up, where parameters are equal, nothing happens.
+        count of local steps begins anew. In the warm-up nothing happens: parameters are equal.
         """
         if not self._is_warm:
             return
@@ -217,7 +217,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
 
     @torch.no_grad()
     def _return_to_anchor(self) -> None:
-        """Give up this rank's local steps: go back to where all ranks were after the last exchange."""
+        """Give up this rank's local steps: go back to where all ranks last were together."""
         for fragment in self._fragments:
             for piece in fragment.pieces:
                 piece.write_parameters()
