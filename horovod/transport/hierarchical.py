@@ -352,7 +352,7 @@ class HierarchicalTransport(BreakableTransport):
         """
         assert self.cross is not None
         failure = self._break(self._explain(self._translated(self.cross, error)))
-        self._announce(failure)  # another thread may have begun to
+        self._announce(failure)  # another thread may have broken it, and not announced it yet
         return HorovodInternalError(str(failure))
 
     def _translated(self, part: Transport, error: HorovodInternalError) -> HorovodInternalError:

@@ -106,7 +106,7 @@ class MpiTransport(PairwiseTransport):
         here = RankLocation.here()
         processes = self._comm.allgather((here.pids, here.pid))
         self._pids = {r: pid for r, (pids, pid) in enumerate(processes) if pids == here.pids}
-        self._collectives = 0  # that this rank has begun
+        self._collectives = 0  # how many this rank has begun
         self._left: dict[int, int] = {}  # ranks that have closed, after how many collectives
         self._notices: list[Any] = []  # messages to the others, which may not have arrived yet
         self._because_of_others = False
@@ -230,7 +230,7 @@ class MpiTransport(PairwiseTransport):
             self._notices += [(self._comm.Isend(content, r, tag), number) for r in self._peers]
 
     def _take_goodbyes(self) -> None:
-        """Note the ranks that have said that they have closed."""
+        """Note which ranks have told us that they have closed."""
         number = torch.zeros(1, dtype=torch.int64)
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, _LEFT_TAG, status):

@@ -40,7 +40,7 @@ class OtherHosts:
             raise self._explain(error) from error
 
     def finish(self) -> None:
-        """Wait until that is done."""
+        """Wait until the reduction that was begun is done."""
         try:
             self._cross.finish_allreduce()
         except HorovodInternalError as error:

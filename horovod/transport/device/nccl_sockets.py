@@ -3,7 +3,7 @@
 Unless it is told otherwise, NCCL copies all bytes of a connection with one thread, through one
 socket: a few gigabytes a second, whatever the network can do. It chooses better values by itself
 for the network cards of two clouds only. With cores to spare, two threads with two sockets each
-send nearly twice as much; where cores are scarce they are in each other's way (measured:
+send nearly twice as much. Where cores are scarce, the threads hinder each other (measured:
 docs/gpus.md).
 
 Networks that NCCL drives in other ways (InfiniBand, a vendor's plugin) do not look at these values,

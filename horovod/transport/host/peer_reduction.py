@@ -54,7 +54,7 @@ class Others(Protocol):
 
 
 class PeerReducer:
-    """One rank's side of such reductions. `peers` are all ranks, this one included."""
+    """Does one rank's share of reductions. `peers` are all ranks, this one included."""
 
     def __init__(self, rank: int, peers: Sequence[PeerMemory]) -> None:
         self.rank = rank

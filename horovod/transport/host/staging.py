@@ -25,7 +25,7 @@ from horovod.transport.spans import block_bytes, pieces, share
 
 
 class AreaReducer:
-    """One rank's side of such reductions.
+    """Does one rank's share of reductions through these areas.
 
     Args:
         rank: Our rank.

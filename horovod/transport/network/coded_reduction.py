@@ -179,7 +179,7 @@ class CodedReduction:
             return
         block, total = self._plan.own[number], self._plan.totals[number]
         arrived = self._plan.arriving[number]
-        # In rank order, whichever rank adds up. The first two may change places: their sum is the
+        # In rank order, whichever rank adds up. The first two may be swapped: their sum is the
         # same, and ours need not be copied.
         others = list(arrived)
         arrived[others[0]].rows.decode(total)
@@ -198,7 +198,7 @@ class CodedReduction:
 
 
 def _fills_rows(parts: Sequence[Tensor]) -> bool:
-    """Return whether these are float32 numbers in one place that fill the rows of a block."""
+    """Return whether these are float32 numbers in one piece of memory that fill whole rows."""
     first = parts[0]
     return len(parts) == 1 and first.dtype is torch.float32 and not first.numel() % eight_bits.BLOCK
 

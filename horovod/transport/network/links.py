@@ -65,8 +65,8 @@ class Links:
         self._key = group.store.derive_key("links")
         self._seconds = group.config.gloo_timeout_seconds
         self._changed = threading.Condition()
-        # Flags that several threads set, only ever from False to True, without a lock; the thread
-        # of this object alone takes `_is_resetting` back.
+        # Flags that several threads set without a lock, which is safe because they only go from
+        # False to True. The thread of this object alone takes `_is_resetting` back.
         self._has_ended = False  # no new connections
         self._is_broken = False  # connections are reset, not closed
         self._is_resetting = False  # asks the thread to reset them

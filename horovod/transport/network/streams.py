@@ -22,8 +22,8 @@ _NOW = socket.MSG_DONTWAIT
 _MOST_PIECES = 512  # in one call of the kernel, whose limit is 1024
 
 # Bytes of a long message that the kernel collects before it wakes the thread that waits. On a slow
-# network every packet would wake it, and each time it takes the core from backward. At 1 Gbit/s
-# this is 4 ms.
+# network every packet would wake the thread, which each time takes the core from backward. At 1
+# Gbit/s this is 4 ms.
 _WORTH_WAKING = 512 * 1024
 _LOOK_MS = 1000  # between looks at fewer bytes: what comes may be shorter than what we expect
 

@@ -76,7 +76,7 @@ class TcpTransport(PairwiseTransport):
         self._streams: dict[int, MessageStream] = {}
         self._memory = ReductionMemory(group.size)
         self._preloaded: _Preload | None = None
-        self._widening: Callable[[], None] | None = None  # ends what a narrower type began
+        self._widening: Callable[[], None] | None = None  # copies the result out of a narrower type
         # Ranks send their records before they read: none may be so long that two of them wait for
         # each other to read.
         self._inline = min(INLINE, INLINE_TOTAL // group.size)
