@@ -236,7 +236,7 @@ class HorovodBasics:
 
         Args:
             file_path: The file of rank 0; others add their rank to its name.
-            mark_cycles: Also mark the rounds of the engine.
+            mark_cycles: Whether to mark the rounds of the engine too.
 
         Raises:
             ValueError: The job was not started with HOROVOD_TIMELINE, for example set to DYNAMIC.

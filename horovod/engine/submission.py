@@ -49,7 +49,7 @@ class Submission(ABC):
         """Queue a collective of this rank's tensors, to run when all ranks of its set have it.
 
         Args:
-            collective: What to do. Several tensors of one collective run together, as a group.
+            collective: The operation. Several tensors of one collective run together, as a group.
             tensors: This rank's tensors, contiguous and all on one device. Allgather concatenates
                 along the first dimension, reducescatter leaves each rank its share of the rows.
             outputs: Tensors for the results of allreduce and broadcast; they may be `tensors`.

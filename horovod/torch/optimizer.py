@@ -67,18 +67,18 @@ def DistributedOptimizer(
             together.
         sparse_as_dense: Whether sparse gradients are reduced as dense ones.
         process_set: The ranks to reduce with; others train on their own.
-        shard_state: Each rank keeps the optimizer state (momenta, ...) of a part of the parameters
-            only and updates that part for all; results are the same. Muon and Adafactor, which
-            need whole matrices, get whole parameters. See `horovod.torch.optimizers.sharded`.
+        shard_state: Whether each rank keeps the optimizer state (momenta, ...) of a part of the
+            parameters only and updates that part for all; results are the same. Muon and Adafactor,
+            which need whole matrices, get whole parameters. See `horovod.torch.optimizers.sharded`.
         communication_hook: Hook that sends other tensors in place of the gradients, such as
             ``hvd.hooks.PowerSGD()``.
         overlap_forward: The model; between hosts and on devices `step` then returns at once, and
             parameters are updated when they are next used, so that the next forward hides the
             travel of gradients that backward could not. Results are the same. See
             `horovod.torch.optimizers.delaying`.
-        local_steps: For slow links: each rank takes this many steps with its own gradients, then
-            all synchronise their models. The arguments below say how; docs/slow_links.md says
-            when to use which.
+        local_steps: Number of steps, for slow links, that each rank takes with its own gradients
+            before all synchronise their models. The arguments below say how; docs/slow_links.md
+            says when to use which.
         outer: Optimizer of the step that the ranks then take together, such as
             ``hvd.OuterSGD(lr=0.7, momentum=0.9)`` (DiLoCo). None averages parameters (local SGD).
         warmup_steps: Ordinary steps, with gradients averaged over all ranks, before the first

@@ -41,12 +41,12 @@ class HierarchicalTransport(BreakableTransport):
 
     Args:
         group: The ranks.
-        local: Connects the ranks of this host.
-        cross: Connects the ranks of our local index on all hosts, in the order of `hosts`; None
-            exactly where some host has no rank of that index.
+        local: The transport among the ranks of this host.
+        cross: The transport among the ranks of our local index on all hosts, in the order of
+            `hosts`; None exactly where some host has no rank of that index.
         hosts: The group's ranks, host by host. The position of a rank in its host's list is its
             local index, and its rank in `local`.
-        flat: Connects all ranks.
+        flat: The transport among all ranks.
     """
 
     name = "HIERARCHICAL"

@@ -120,7 +120,7 @@ class Membership:
         """Enter the newest decision and call `start` in its generation, until that succeeds.
 
         Args:
-            start: Connects this worker with the others of the generation.
+            start: A function that connects this worker with the others of the generation.
             patience: Seconds within which that must succeed, or a new decision must appear.
 
         Raises:

@@ -8,7 +8,7 @@ compare what they have begun (`confirm`), while the device works.
 
 - A rank that has joined learns from the comparison what the others have begun, and adds zeros.
 - Ranks that have begun different things, or one of which is lost, get an error that says so, and
-  the lane is aborted, for otherwise the device would wait for ever.
+  the lane is aborted, because otherwise the device would wait for ever.
 - When nobody talks to the other ranks, because the program itself waits for the device, the
   transport looks whether they are still there (`horovod.transport.device.device_watch`).
 

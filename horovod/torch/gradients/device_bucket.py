@@ -57,7 +57,7 @@ class DeviceBucket:
     Args:
         name: Name for people, in the timeline and in errors.
         params: The parameters with their names, in the order in which they lie in the buffer.
-        reduction: How they are reduced. A type on the wire counts only where it is narrower.
+        reduction: The factors and the type on the wire, which counts only where it is narrower.
     """
 
     def __init__(self, name: str, params: Sequence[Named], reduction: LaneReduction) -> None:

@@ -83,8 +83,8 @@ class DirectReducer:
         """Begin in backward only what it hides, and the rest in the order of the next forward.
 
         Args:
-            seconds: How long it takes to reduce all gradients.
-            backward: How long backward takes from the first gradient on.
+            seconds: The time that it takes to reduce all gradients.
+            backward: The time that backward takes from the first gradient on.
         """
         sizes = [bucket.nbytes for bucket in self.buckets]
         is_known = 0 < seconds < inf
@@ -203,7 +203,7 @@ class DirectReducer:
         self._end()
 
     def _end(self) -> None:
-        """Be ready for the first gradient of another step."""
+        """Prepare for the first gradient of the next step."""
         self._timing = None
         self._is_first = True
         self._next = 0

@@ -239,7 +239,7 @@ class GradientReducer(Reducer):
         return next(filter(None, failures), None)
 
     def _forget_arrivals(self) -> None:
-        """Be ready for the first gradient of another step."""
+        """Prepare for the first gradient of the next step."""
         self._first_arrival = 0.0
         self._arrivals.clear()
 

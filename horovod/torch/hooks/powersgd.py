@@ -30,17 +30,20 @@ class _Product:
 class PowerSGD(FeedbackHook):
     """Low-rank approximation of gradients by a power iteration, one step per reduction.
 
-    A parameter of n rows and m columns (all dimensions but the first together) sends two
-    matrices, of n x r and m x r elements, by an allreduce each, r being
-    `matrix_approximation_rank`. Vectors, and whatever this would not make smaller, travel as they
-    are; so does everything in a parameter's first `start_iteration` reductions, when gradients
-    change most. The result is the mean gradient projected onto r directions, exact if it has no
-    higher rank. Each iteration starts from the directions that the one before has found. With
-    `error_feedback` what the projection leaves out is added to the next gradient.
+    A parameter of n rows and m columns (all dimensions but the first together) sends two matrices,
+    of n x r and m x r elements, by an allreduce each. Vectors, and whatever this would not make
+    smaller, travel as they are. The result is the mean gradient projected onto r directions, exact
+    if it has no higher rank. Each iteration starts from the directions that the one before found.
 
     Every rank multiplies the matrices itself: for the same bits, ranks need the same kind of
     processor, torch and number of threads. With `hvd.join`, and in elastic training, leave
     start_iteration at 0: a rank that was not there has not counted the iterations.
+
+    Args:
+        matrix_approximation_rank: The number r of directions, 1 by default.
+        start_iteration: The number of reductions in which a parameter is not compressed yet, as its
+            gradient changes most at first; 0 by default.
+        error_feedback: Whether what the projection leaves out is added to the next gradient.
     """
 
     def __init__(

@@ -28,14 +28,15 @@ class _Selection:
 
 
 class TopK(FeedbackHook):
-    """Sends the largest elements (by magnitude) of every gradient, a part of `ratio` of them.
+    """Sends the largest elements (by magnitude) of every gradient, at least one.
 
-    Each rank sends at least one. Positions and values travel by allgather, and every rank adds them
-    up. Traffic grows with the number of ranks, so parameters where a plain allreduce would send
-    less are reduced plainly: with float32 where ratio times ranks is 1 or more. With
-    `error_feedback` what was not sent is added to the next gradient.
+    Positions and values travel by allgather, and every rank adds them up. Traffic grows with the
+    number of ranks, so parameters where a plain allreduce would send less are reduced plainly: with
+    float32 where ratio times ranks is 1 or more. Ranks that have joined (`hvd.join`) stop it.
 
-    Does not work while ranks have joined (`hvd.join`).
+    Args:
+        ratio: The part of a gradient's elements that is sent, 0.01 by default.
+        error_feedback: Whether what was not sent is added to the next gradient, as by default.
     """
 
     def __init__(self, ratio: float = 0.01, error_feedback: bool = True) -> None:

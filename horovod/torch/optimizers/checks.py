@@ -53,8 +53,8 @@ def check_options(
 
     Args:
         optimizer: The optimizer that is wrapped.
-        options: What its user has asked for.
-        problem: What this rank has found wrong before.
+        options: The options that its user has chosen.
+        problem: A problem that this rank has found before, if any.
         agree: Whether every rank raises if a rank has a problem or the ranks differ. False checks
             this rank alone.
 

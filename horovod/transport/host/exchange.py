@@ -81,8 +81,8 @@ class ExchangeTransport(SteppedTransport):
         """Show `words` and tensors to all ranks.
 
         Args:
-            tensors: What to show.
-            words: What to show besides.
+            tensors: The tensors to show.
+            words: The words to show.
             reduced: Whether the tensors are to be reduced. Then they may be copied into a staging
                 area, and the pointer is the number of that area instead of an address.
 

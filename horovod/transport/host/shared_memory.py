@@ -105,7 +105,7 @@ class SharedMemoryTransport(ExchangeTransport):
 
         Args:
             tensors: The tensors, which are reduced in place.
-            op: How to reduce them.
+            op: SUM, MIN, MAX or PRODUCT.
             others: The ranks on other hosts, see `peer_reduction`.
         """
         self.check_usable()
@@ -253,8 +253,8 @@ class SharedMemoryTransport(ExchangeTransport):
         Args:
             slot: The offset of the exchange slot.
             source: The tensor that this rank exposed.
-            reads: For each part the rank, the offset in its tensor, the address to copy to, and
-                the bytes.
+            reads: The rank of each part, the offset in its tensor, the address to copy to, and the
+                bytes.
         """
         self._preloaded = None
         exposed = self._exposed(slot)

@@ -224,7 +224,7 @@ class SteppedTransport(BreakableTransport):
         return bool(select.select([self._members[rank].process], [], [], 0)[0])
 
     def _others_left(self) -> bool:
-        """Wait a moment until all other ranks have failed, closed or died; return if they have."""
+        """Wait a moment for all other ranks to fail, close or die; return whether all have."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         waiting = list(self._others)
         while True:

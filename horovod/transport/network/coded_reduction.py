@@ -97,8 +97,8 @@ class CodedReduction:
     Args:
         rank: Our rank.
         streams: The messages of each peer.
-        plan: Which rank adds up which rows, and where.
-        tensors: What to add up, in place.
+        plan: The plan that says which rank adds up which rows, and where.
+        tensors: The tensors to add up, in place.
         scale: The factor for the result.
     """
 

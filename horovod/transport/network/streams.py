@@ -99,7 +99,7 @@ class MessageStream:
         Args:
             pieces: The memory for the message; None to have it in `Incoming.body`.
             nbytes: The size of the message; None for any.
-            then: Called when it has arrived, before the next message is received.
+            then: A function to call when it has arrived, before the next message is received.
         """
         message = Incoming(pieces, nbytes, then)
         self.arriving.append(message)
