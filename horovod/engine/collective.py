@@ -79,13 +79,13 @@ class Collective(NamedTuple):
     kind: Kind
     name: str | None  # the user's; without one, ranks match collectives by the order of their calls
     process_set_id: int = WORLD
-    reduction: Reduction = Reduction()  # of allreduce and reducescatter
+    reduction: Reduction = Reduction()  # for allreduce and reducescatter
     labels: tuple[str, ...] = ()  # what the user calls the tensors, for errors about differences
-    root_rank: int | None = None  # of broadcast, a rank of the world
-    splits: tuple[int, ...] | None = None  # of alltoall, rows for each rank; None: equally many
-    reason: str = ""  # of require_all, why no rank may be missing
-    change: tuple[str | int, ...] = ()  # of process_set, algorithm and lane, what changes
-    plan: LanePlan | None = None  # of confirm
+    root_rank: int | None = None  # for broadcast: a rank of the world
+    splits: tuple[int, ...] | None = None  # for alltoall: rows for each rank; None: equal parts
+    reason: str = ""  # for require_all: why no rank may be missing
+    change: tuple[str | int, ...] = ()  # for process_set, algorithm and lane: what changes
+    plan: LanePlan | None = None  # for confirm
 
 
 def signature_of(collective: Collective, name: str, tensors: Sequence[torch.Tensor] = ()) -> bytes:

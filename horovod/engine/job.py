@@ -48,7 +48,7 @@ class Job:
     trace: Trace = field(default_factory=Trace)
     _free_ids: list[int] = field(default_factory=list)
     _next_id: int = WORLD
-    _generation: int = 0  # of process sets: makes their keys in the store unique
+    _generation: int = 0  # counts sets, so that each has keys of its own in the store
     _inspector: StallInspector | None = None
 
     @property

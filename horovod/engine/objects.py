@@ -16,8 +16,8 @@ import torch
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 
-_SIZE = struct.Struct("<q")  # of the pickled object that follows
-_UNPICKLABLE = -1  # in place of the size, so that nobody waits for what follows
+_SIZE = struct.Struct("<q")  # size of the pickled object that follows
+_UNPICKLABLE = -1  # stands for the size, so that nobody waits for an object
 _HEAD = 4096
 """Bytes of the first message of a broadcast. Most objects, such as counters, need no second one."""
 

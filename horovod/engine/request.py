@@ -57,10 +57,10 @@ class Request:
     waiting: bool = False
     nbytes: float = inf  # in all, if known to be of one dtype and on one device
     change: Callable[[], Any] | None = None  # what every rank does instead of a collective
-    stream: Any = None  # where the caller gives work to the device,
-    event: Any = None  # and what of it must be done before ours may start
-    deferred: bool = False  # finished as soon as the device knows what to do,
-    ready: Any = None  # and then this event tells when it has done so
+    stream: Any = None  # the stream in which the caller gives work to the device
+    event: Any = None  # marks the work there that must be done before ours may start
+    deferred: bool = False  # whether it is finished as soon as the device knows what to do
+    ready: Any = None  # if deferred, the event that tells when the device has done it
     timing: DeviceTiming | None = None  # of the device's work, for statistics
     on_failure: Callable[[HorovodInternalError], object] | None = None  # told if it fails
     finished: bool = False

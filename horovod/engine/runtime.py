@@ -59,10 +59,10 @@ class Runtime(Submission):
         self.statistics = Statistics()  # optimizers tell it about their steps
         self._reporter: Reporter | None = None
         self._inits = 0
-        self._parents_job: Job | None = None  # in a forked child: facts, but no operations
+        self._parents_job: Job | None = None  # in a forked child, for facts only
         self._ending = threading.Lock()  # held while a job is aborted from another thread
-        self._summary: str | None = None  # of the last job
-        self._wanted_sets: list[tuple[int, ...]] = []  # to be made again in the next generation
+        self._summary: str | None = None  # summary of the last job
+        self._wanted_sets: list[tuple[int, ...]] = []  # made again in the next generation
 
     # -- life ------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ Tensor = torch.Tensor
 class _TensorForm:
     """Stands for a tensor in the root's description."""
 
-    name: str  # of the broadcast that brings its content
+    name: str  # name of the broadcast that brings its content
     shape: tuple[int, ...]
     dtype: torch.dtype
     beside_parameter: bool  # whether it is on its parameter's device; else it is on the CPU

@@ -80,7 +80,7 @@ class GraphedStep(Generic[R]):
         self._step = step
         self._warmup = warmup
         self._name = f"graph {_made}"
-        self._topology: Topology | None = None  # of the job in which it was captured
+        self._topology: Topology | None = None  # the job in which the step was captured
         self._lock = threading.Lock()  # held while the graph is in use, or dropped
         self._graph: torch.cuda.CUDAGraph | None = None
         self._forget()

@@ -38,10 +38,10 @@ from horovod.transport.division import as_bytes, offsets_of
 from horovod.transport.endpoints import RankLocation
 from horovod.transport.pairwise import MESSAGE, PairwiseTransport
 
-_DATA_TAG = 1  # of messages of collectives
-_LEFT_TAG = 2  # of a message to all: the sender has closed, after this many collectives
-_LOST_TAG = 3  # of a message to all: the sender has failed because of others
-_SPIN_SECONDS = 200e-6  # of polling without a break: the usual wait is shorter
+_DATA_TAG = 1  # tag of the messages of collectives
+_LEFT_TAG = 2  # tag of a message to all: the sender has closed, after this many collectives
+_LOST_TAG = 3  # tag of a message to all: the sender has failed because of others
+_SPIN_SECONDS = 200e-6  # for which we poll without a break: the usual wait is shorter
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 0.002  # seconds
 _LOOK_SECONDS = 0.5  # between looks, in a long wait, whether the others are well
 

@@ -85,7 +85,7 @@ class Membership:
         self._fruitless = (0, 0)  # a decision, and how many of its generations broke uncommitted
         self._finished = False
         self._has_lost_driver = False
-        self._had_slot = False  # in any decision so far
+        self._had_slot = False  # whether a decision so far had a slot for it
 
     @property
     def newest(self) -> Decision:

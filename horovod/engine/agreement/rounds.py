@@ -51,7 +51,7 @@ class Rounds:
 
     def run_next(self) -> None:
         """Agree with the other ranks on what to run next, and run it."""
-        pending = self._queue.requests[:MAX_WORDS]
+        pending = self._queue.requests[:MAX_WORDS]  # no lock needed: others only append
         if len(pending) == 1 and pending[0].plain and not self._observer.is_watching():
             self._run_one(pending[0])
             return

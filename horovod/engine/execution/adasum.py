@@ -37,7 +37,7 @@ WORK_DTYPES = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
 }
-SMALLEST_NORM = sys.float_info.min**0.5  # of squared norms: dividing by less is meaningless
+SMALLEST_NORM = sys.float_info.min**0.5  # no smaller squared norm is divided by
 BLOCK = 1 << 16  # elements converted to fp64 at a time: half a megabyte, which stays in cache
 
 Segment = tuple[int, int, int]  # tensor index, and begin and end of its part of our slice

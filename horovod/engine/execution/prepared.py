@@ -32,7 +32,7 @@ class PreparedAllreduce:
         self.channel = channel
         self.device = request.tensors[0].device
         self.is_on_cpu = request.tensors[0].is_cpu
-        self.waits = not channel.group.config.enable_async_completion  # for a device
+        self.waits = not channel.group.config.enable_async_completion  # whether to await devices
         self.set_id = channel.set_id
         self.dtype = request.tensors[0].dtype
         self.shapes = [tensor.shape for tensor in request.tensors]

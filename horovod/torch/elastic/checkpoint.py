@@ -65,7 +65,7 @@ class CheckpointWriter:
     def submit(self, number: int, content: dict[str, Any], snapshots: Sequence[Snapshot]) -> None:
         """Write commit `number`, made of `snapshots`, which are held until that is done."""
         for snapshot in snapshots:
-            snapshot.hold()
+            snapshot.hold()  # before the writer's thread can release it
         with self._changed:
             replaced, self._waiting = self._waiting, (number, content, snapshots)
             if self._thread is None:

@@ -46,7 +46,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.remaining_indices: list[int] = []  # those left when the ranks last changed
         self.num_samples = 0  # for each rank, since then
         self.total_size = 0
-        self._positions: list[int] | None = None  # of those left, if there are gaps
+        self._positions: list[int] | None = None  # positions of those left, if there are gaps
         self._recorded = 0  # how many of those left are processed now
         self.reset()
 

@@ -59,7 +59,7 @@ class Agreement:
     most_samples: int
     fixed: frozenset[str]  # those of TUNABLE that the user has set
     order: tuple[int, ...]  # indices of parameters; only the first rank proposes an order
-    sparse_dims: tuple[int, ...]  # of each parameter's gradient; 0: it is dense
+    sparse_dims: tuple[int, ...]  # sparse dimensions of each parameter's gradient; 0: it is dense
 
     def numbers(self) -> list[int]:
         """Return the proposal as numbers, of each of which the greatest counts."""

@@ -69,7 +69,7 @@ class Bucketing(NamedTuple):
 class BucketPolicy:
     """Decides for one optimizer, from facts that are the same on all ranks."""
 
-    num_bytes: int  # of all gradients
+    num_bytes: int  # bytes of all gradients
     limit: int  # bytes of a bucket
     overlap: bool  # whether every rank can reduce while backward goes on: see `can_overlap`
     on_device: bool  # whether gradients are on an accelerator

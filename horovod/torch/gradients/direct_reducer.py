@@ -58,12 +58,12 @@ class DirectReducer:
         self._bucket_of = {
             index_of[param]: bucket for bucket in buckets for _, param in bucket.params
         }
-        self._confirmation: Request | None = None  # of the last step
-        self._timing: LaneTiming | None = None  # of this step, if it is measured
-        self._measured: LaneTiming | None = None  # of the last step that was
+        self._confirmation: Request | None = None  # comparison of the last step
+        self._timing: LaneTiming | None = None  # times of this step, if it is measured
+        self._measured: LaneTiming | None = None  # times of the last measured step
         self._is_first = True  # whether the next gradient is the first of a step
         self._steps = 0
-        self._released: LaneTiming | None = None  # of the last step that `release` ended
+        self._released: LaneTiming | None = None  # times of the last step that `release` ended
         self.hold(len(self.buckets) if overlap else 0, self.buckets)
         self._measures_all = measures_all
 
@@ -75,7 +75,7 @@ class DirectReducer:
         self._measures_all = False
         self._order = list(order)
         self._num_early = num_early
-        self._next = 0  # of the order: those before it have begun
+        self._next = 0  # index in the order: the buckets before it have begun
         forms = [(bucket.wire_dtype, bucket.count) for bucket in self._order]
         self._plan = LanePlan.of(forms)
 

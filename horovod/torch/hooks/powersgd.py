@@ -63,7 +63,7 @@ class PowerSGD(FeedbackHook):
         self.start_iteration = start_iteration
         super().__init__(error_feedback)
         self._directions: dict[str, Tensor] = {}  # `right` of the last time, by parameter
-        self._reductions: dict[str, int] = {}  # of each parameter, up to start_iteration
+        self._reductions: dict[str, int] = {}  # how many each parameter had, up to start_iteration
 
     def _compressed_traffic(self, shape: torch.Size, dtype: torch.dtype, num_ranks: int) -> float:
         if len(shape) < 2:
@@ -116,7 +116,7 @@ class PowerSGD(FeedbackHook):
             product.left = torch.linalg.qr(product.left).Q
             product.right = product.matrix.t() @ product.left
         bucket.allreduce([product.right for product in products], ".right")()
-        share = 1 / (bucket.num_ranks * bucket.scale)  # of the result that is a rank's own
+        share = 1 / (bucket.num_ranks * bucket.scale)  # the part of the result that is a rank's own
         for product, earlier in zip(products, before, strict=True):
             result = (product.left @ product.right.t()).view(-1)
             product.gradient.copy_(result)

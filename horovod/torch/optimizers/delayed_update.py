@@ -66,7 +66,7 @@ class DelayedUpdates:
         self._step_on = step_on
         self._options: list[Options] = []
         self._updates: dict[Parameter, Update] = {}
-        self._stream: StreamOfStep | None = None  # on a device: where the step was made
+        self._stream: StreamOfStep | None = None  # the stream of a step on a device
         self._process = os.getpid()  # a forked one has no thread that reduces
 
     def begin(

@@ -16,7 +16,7 @@ from horovod.common.reduce_op import Max
 from horovod.engine.runtime import runtime
 from horovod.torch.ops.allreduce import allreduce_
 
-MOST_NAMES = 6  # of each rank in an error
+MOST_NAMES = 6  # of each rank's parameters in an error
 
 
 class FiniteCheck:

@@ -85,7 +85,7 @@ class Fragment:
             by_kind.setdefault((param.device, dtype), []).append((name, param))
         self.pieces = [Piece(group, dtype) for (_, dtype), group in by_kind.items()]
         self._is_complete = True  # false while the anchor of an added parameter is this rank's own
-        self._gradients: list[Tensor] = []  # on their way, or there
+        self._gradients: list[Tensor] = []  # outer gradients, under way or arrived
         self._others: list[tuple[Tensor, Tensor]] = []  # each tensor, and what will be its average
         self._waits: list[Wait] = []
 

@@ -124,7 +124,7 @@ class Shards:
         self.mine = {piece.param: piece for piece in self.slices if piece.owner == rank}
         self._params = list(dict.fromkeys(piece.param for piece in self.slices))
         self._addresses: list[int] = []
-        self.views: dict[Parameter, torch.Tensor] = {}  # of this rank's slices: updates go there
+        self.views: dict[Parameter, torch.Tensor] = {}  # this rank's slices, which are updated
         self._large: list[tuple[torch.Tensor, int]] = []  # memory and owner
         self._small: dict[torch.device, list[list[torch.Tensor]]] = {}  # memory, by owner
         self.attach()

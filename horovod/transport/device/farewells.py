@@ -35,7 +35,7 @@ class _Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())
-        self._calls = 0  # that are under way
+        self._calls = 0  # calls that are under way
         self._is_quiet = False
 
     def begin(self, at_once: bool) -> bool:

@@ -21,7 +21,7 @@ from horovod.common.logging import get_logger
 
 THREADS, SOCKETS = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"
 VALUES = {THREADS: "2", SOCKETS: "2"}
-CORES = 8  # of a rank, from which on threads have cores to run on
+CORES = 8  # of a rank, at least, for more threads to have cores to run on
 
 # Network cards of Amazon and Google, for which NCCL chooses more threads by itself.
 _KNOWN_VENDORS = ("0x1d0f", "0x1ae0")

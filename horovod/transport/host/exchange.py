@@ -63,8 +63,8 @@ class ExchangeTransport(SteppedTransport):
         ]
         self._exchanges = 0  # how many there were
         self._exposed_step = 0  # the step that ended the last one
-        self._slot = 0  # of the last `agree`
-        self._preloaded: Sequence[torch.Tensor] | None = None  # what it has shown
+        self._slot = 0  # the slot of the last `agree`
+        self._preloaded: Sequence[torch.Tensor] | None = None  # the tensors that it has shown
         # The addresses and bytes of the tensors that were exposed last, if there were several.
         self._tensor_addresses: list[int] = []
         self._tensor_bytes: list[int] = []

@@ -51,7 +51,7 @@ class SharedMemoryTransport(ExchangeTransport):
         super().__init__(group)
         self._peers = [PeerMemory(member.pid) for member in self._members]
         self._reducer = PeerReducer(self.rank, self._peers)
-        self._sums = torch.empty(INLINE, dtype=torch.uint8)  # of several small tensors
+        self._sums = torch.empty(INLINE, dtype=torch.uint8)  # sums of several small tensors
         self._sum_views: dict[tuple[torch.dtype, int], Any] = {}
         self.peer_memory = self._try_peer_memory(group.config.shm_peer_memory)
         self.algorithms = ("direct", "staged") if self.peer_memory else ()

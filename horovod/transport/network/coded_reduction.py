@@ -24,7 +24,7 @@ from horovod.transport.network.streams import MessageStream
 Tensor = torch.Tensor
 
 AHEAD = 2  # blocks of each peer that may wait for the same blocks of other peers
-BLOCK_ROWS = 1024  # of one block, at most
+BLOCK_ROWS = 1024  # rows of one block, at most
 
 
 class CodedBlock(NamedTuple):

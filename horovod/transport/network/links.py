@@ -144,8 +144,8 @@ class Links:
 
         Args:
             ranks: The peers.
-            seconds: The longest wait. With None, a peer that dials us may take any time, and one that
-                we dial must answer within HOROVOD_GLOO_TIMEOUT_SECONDS.
+            seconds: The longest wait. With None, a peer that dials us may take any time, and one
+                that we dial must answer within HOROVOD_GLOO_TIMEOUT_SECONDS.
 
         Raises:
             MissingPeerError: A peer cannot be reached, or does not answer in time.

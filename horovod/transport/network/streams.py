@@ -76,7 +76,7 @@ class MessageStream:
         self.leaving: deque[Outgoing] = deque()
         self.arriving: deque[Incoming] = deque()
         self._sent = self._received = 0
-        self._wake_bytes = 1  # for which the kernel wakes us
+        self._wake_bytes = 1  # how many the kernel collects before it wakes us
 
     def send(
         self, pieces: list[Piece], nbytes: int, before: Callable[[], object] | None = None

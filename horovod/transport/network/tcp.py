@@ -53,7 +53,7 @@ from horovod.transport.pairwise import PairwiseTransport
 INLINE = 64 * 1024  # bytes that may travel with an agreement
 INLINE_TOTAL = 256 * 1024  # ... as long as all that arrives at one rank stays below this
 RECORD = 8 * 1024  # bytes up to which fewer messages gather faster than more direct ones
-_LEAVE_SECONDS = 1.0  # that a closing rank gives the others to finish reading from it
+_LEAVE_SECONDS = 1.0  # in which others may finish reading from a rank that closes
 
 
 class _Preload(NamedTuple):
