@@ -201,7 +201,7 @@ def set_size(process_set: ProcessSet) -> int:
 
 
 def unregistered(process_set: ProcessSet) -> ValueError:
-    """Return the error for a set that is not registered, perhaps as Horovod does not run."""
+    """Return the error for a set that is not registered, perhaps because Horovod does not run."""
     if not runtime.is_initialized():
         return ValueError(NOT_INITIALISED)
     if runtime.is_elastic() and process_set.ranks:

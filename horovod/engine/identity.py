@@ -21,10 +21,7 @@ from horovod.transport import select
 
 
 def meet(comm: Any, config: Config) -> tuple[Topology, Store, bool]:
-    """Return our topology, the store that all ranks share, and whether the cross rank is certain.
-
-    It is if somebody who knows all hosts has told it.
-    """
+    """Return our topology, the job's store, and whether the cross rank in the topology is final."""
     if comm is not None and not isinstance(comm, Iterable):
         if not hasattr(comm, "Get_rank"):
             raise ValueError(

@@ -42,7 +42,7 @@ class Job:
     store: Store  # this job's part of it
     identities: Sequence[str]  # of the hosts, by rank
     statistics: Statistics
-    launched_ranks: Sequence[int] | None = None  # the launcher's numbers of our ranks, if others
+    launched_ranks: Sequence[int] | None = None  # the launcher's numbers of our ranks; None: same
     sets: dict[int, tuple[int, ...]] = field(default_factory=dict)
     channels: dict[int, Channel] = field(default_factory=dict)  # of sets that we belong to
     trace: Trace = field(default_factory=Trace)
@@ -225,7 +225,7 @@ class Job:
         )
 
     def note_loss(self, ranks: Sequence[int]) -> None:
-        """Tell the launcher which ranks are the cause that operations fail."""
+        """Tell the launcher which ranks cause operations to fail."""
         known = self.launched_ranks
         leave_note(ranks if known is None else [known[rank] for rank in ranks])
 

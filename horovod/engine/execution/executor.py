@@ -21,7 +21,7 @@ from horovod.observe.observer import Observer
 from horovod.transport.base import DEVICE, MAX_TENSORS, Transport
 from horovod.transport.device.process_group import DeviceTransport
 
-DeviceTransports = Callable[[torch.device, str], Transport]  # the text names a lane
+DeviceTransports = Callable[[torch.device, str], Transport]  # the text: a lane's name, or none
 
 
 class Executor:

@@ -81,7 +81,7 @@ class Lane:
         return self._channel.submit(request)
 
     def mark(self) -> None:
-        """Watch the device until it has run the graph, with this lane's reductions, just given."""
+        """Watch the device until it has run a graph with our reductions, which it was given."""
         self._transport.mark_stream()
 
     def check_usable(self) -> None:

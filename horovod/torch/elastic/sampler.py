@@ -83,7 +83,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_indices.update(indices)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the indices of this rank's batch `batch_idx`, of `batch_size` samples each.
+        """Return the samples of this rank's batch number `batch_idx`, of `batch_size` samples.
 
         The numbers of batches begin at 0 whenever the ranks change.
         """

@@ -238,8 +238,8 @@ class TorchState(ObjectState):
     def _keeping_local_steps(self) -> Iterator[None]:
         """Let ranks that took part in the last synchronisation keep their steps since then.
 
-        Inside, all get the state of a rank that took part. Ranks that did not begin where all were
-        after that synchronisation. Collective; nothing happens before local steps have begun.
+        Inside, all get the state of a rank that took part. The others go back to where all ranks
+        were after that synchronisation. Collective; nothing happens before local steps have begun.
         """
         optimizers = self._local_optimizers()
         numbers = allgather_object(self._num_syncs(), "elastic.syncs") if optimizers else [-1]

@@ -34,7 +34,7 @@ DEVICE_BUCKET = 25 * MEBIBYTE
 DELAYED_BUCKET = 10 * MEBIBYTE
 LAST_DEVICE_BUCKETS = 4 * MEBIBYTE  # smaller ones cost more time than they save at the end
 _SHARES = 4
-_LITTLE = 8  # a bucket is little if it has less than this part: it goes with the next gradient
+_LITTLE = 8  # a bucket of at most this part of the limit goes with the next gradient
 
 # Between hosts a bucket takes this long to reduce. Measured with 1 Gbit/s (1 MiB) and more.
 _BUCKET_SECONDS = 0.008
@@ -103,7 +103,7 @@ class BucketPolicy:
         return self._checked(Bucketing(overlap, size))
 
     def _checked(self, found: Bucketing) -> Bucketing:
-        """Return `found`; if it does not overlap, have measured whether that would be faster.
+        """Return `found`; without overlap, let the next steps show whether overlap is faster.
 
         Only if it is up to us, and in host memory, where it depends on many things.
         """

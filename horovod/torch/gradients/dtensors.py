@@ -26,7 +26,7 @@ Part = tuple[tuple[str, int, int], ...]  # placement, number of parts and index;
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Return whether this is a DTensor, without an import: one comes with its module loaded."""
+    """Return whether this is a DTensor. Nothing is imported: none exists without its module."""
     for name in ("torch.distributed.tensor", "torch.distributed._tensor"):  # the latter: torch 2.4
         kind = getattr(sys.modules.get(name), "DTensor", None)
         if kind is not None:

@@ -52,7 +52,7 @@ class Reducer:
         self._first_arrival = 0.0
 
     def abandon(self) -> None:
-        """Wait for what is under way, and drop the results, as the state was replaced, say."""
+        """Wait for what is under way, and drop the results: the state was replaced, for example."""
         self._first_arrival = 0.0
 
     def close(self) -> None:

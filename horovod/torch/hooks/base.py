@@ -145,7 +145,7 @@ class CommunicationHook(ABC):
 
 
 def _used_here(results: Sequence[Tensor]) -> list[Tensor]:
-    """Return new tensors of the engine, whose memory then stays theirs until our stream is done."""
+    """Keep the memory of the engine's new tensors until our stream is done; return the tensors."""
     for tensor in results:
         if not tensor.is_cpu:
             module = torch.get_device_module(tensor.device)

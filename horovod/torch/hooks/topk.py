@@ -32,7 +32,9 @@ class TopK(FeedbackHook):
 
     Positions and values travel by allgather, and every rank adds them up. Traffic grows with the
     number of ranks, so parameters where a plain allreduce would send less are reduced plainly: with
-    float32 where ratio times ranks is 1 or more. Ranks that have joined (`hvd.join`) stop it.
+    float32 where ratio times ranks is 1 or more.
+
+    Does not work while ranks have joined (`hvd.join`).
 
     Args:
         ratio: The part of a gradient's elements that is sent, 0.01 by default.

@@ -33,7 +33,7 @@ Parameter = torch.nn.Parameter
 
 
 class DelayingOptimizer(ReducingOptimizer):
-    """Updates parameters when they are next used; derives the new class as its base does."""
+    """Delays updates until parameters are used; the new class derives from this and the user's."""
 
     _delays = True
     _updates: DelayedUpdates | None = None

@@ -39,7 +39,7 @@ class Exchanger:
         self._hook = hook
 
     def require_all(self, name: str, background: bool) -> Wait:
-        """Begin to check that no rank has joined: nobody can stand in for one. Return a wait."""
+        """Begin to check that no rank has joined; return a function that waits and raises."""
         number = set_id(self._process_set)
         collective = Collective(Kind.REQUIRE_ALL, name, number, reason=_ALL_MUST_STEP)
         return runtime.submit(collective, background=background).wait

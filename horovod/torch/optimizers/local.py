@@ -43,7 +43,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
     """Takes local steps; the new class derives from this and the optimizer's own class."""
 
     _kept = (*ReducingOptimizer._kept, "_progress")
-    _progress: dict[str, Any] | None = None  # in a copy, the original's
+    _progress: dict[str, Any] | None = None  # in a copy: the original's progress
     _fragments: list[Fragment] = []  # noqa: RUF012 (replaced, never changed)
     _num_steps = 0  # taken so far, those of the warm-up included
 

@@ -59,7 +59,7 @@ _ALL_MUST_STEP = (
 
 
 class ShardedOptimizer(ReducingOptimizer):
-    """Divides the optimizer's state among the ranks; the new class derives from both."""
+    """Divides optimizer state among ranks; the new class derives from this and the user's."""
 
     _shards: Shards | None = None
     _cut_for: tuple[int | None, int | None] | None = None  # rank and size in the process set
@@ -174,7 +174,7 @@ class ShardedOptimizer(ReducingOptimizer):
         return defaultdict(dict, mine)
 
     def _keep(self, state: State) -> None:
-        """Keep of `state`, which whole parameters or slices have, only this rank's slices."""
+        """Keep only this rank's slices of `state`, which has the entries of some parameters."""
         assert self._shards is not None
         self.state = defaultdict(dict)
         for param, piece in self._shards.mine.items():
@@ -323,7 +323,7 @@ def _members(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _packed(state: Mapping[int, Mapping[str, Any]]) -> bytes:
-    """Pickle state, with tensors in host memory and without the memory of which they are views."""
+    """Pickle state, with its tensors in host memory, and of views only what they show."""
     on_host = {
         index: {key: _on_host(value) for key, value in entries.items()}
         for index, entries in state.items()
