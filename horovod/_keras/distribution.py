@@ -10,7 +10,7 @@ from horovod.torch.optimizers.local_steps import check_within
 
 
 class Distribution:
-    """The options of a `DistributedOptimizer`, checked, and what follows from them."""
+    """The checked options of a `DistributedOptimizer`, and the object that reduces by them."""
 
     def __init__(self, options: OptimizerOptions) -> None:
         self.options = options = options.checked(Average, Sum)

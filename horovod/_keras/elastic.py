@@ -191,7 +191,7 @@ class KerasStateBase(VariablesState):
             self.model._jax_state = None
             self.model.reset_metrics()
             programs = sys.modules.get("horovod.jax.compiled.primitive")
-            if programs is not None:  # else the failed step's error would end the next step, too
+            if programs is not None:  # otherwise the failed step's error would end the next step
                 programs.forget_programs()
         super().restore()
 

@@ -21,7 +21,7 @@ from horovod._keras.rebuild import CallableList, derive_class, take_over
 
 
 class Keras3Optimizer:
-    """Mixed in before an optimizer class of Keras 3, with its `Distribution` as `_hvd`."""
+    """Reduces gradients; mixed in before a Keras 3 optimizer class. `_hvd` has the options."""
 
     _hvd: Distribution
     _hvd_sums: Sums | None = None  # only with backward_passes_per_step > 1

@@ -1,7 +1,7 @@
 """The callback that synchronises the ranks' models after local steps, for any Keras.
 
 With ``DistributedOptimizer(..., local_steps=H)`` gradients are averaged as usual until this
-callback begins the local steps. So a training without the callback sends more, and is still right.
+callback begins the local steps. Training without the callback sends more, but is still correct.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class LocalStepsCallbackBase(HorovodCallback):
         self._fragments: list[Fragment] = []  # consist of tensors that mirror the model's weights
         self._mirror: dict[str, Mirrored] = {}  # the weights, by their names in the fragments
         self._state: list[Mirrored] = []  # the optimizer's, averaged with fragment 0
-        self._saved: list[Content] | None = None  # what the fragments of the next training have
+        self._saved: list[Content] | None = None  # for the fragments of the next training
         self._distribution: Distribution
-        self._other_reduction: Any = None  # the one that is not in use, if there is a `within`
+        self._other_reduction: Any = None  # the reduction that is not in use, with `within`
 
     # -- the schedule ----------------------------------------------------------------------
 
@@ -144,13 +144,13 @@ class LocalStepsCallbackBase(HorovodCallback):
             reduction = self._distribution.reduce
             self._distribution.reduce = self._other_reduction
             self._other_reduction = reduction
-        model.train_function = None  # a compiled step has the other way in it
+        model.train_function = None  # the compiled step contains the reduction that ends now
         model.make_train_function(force=True)
 
     # -- a synchronisation -----------------------------------------------------------------
 
     def _agree(self) -> None:
-        """Refuse ranks with other settings, and give all the root's counts of steps. Collective."""
+        """Refuse ranks with other settings; give all ranks the root's step counts. Collective."""
         process_set = self._distribution.options.process_set
         settings = self._distribution.options.schedule.settings()
         everyone = allgather_object(settings, "local_steps.agreement", process_set)
@@ -212,7 +212,7 @@ class LocalStepsCallbackBase(HorovodCallback):
         fragment.start_at += schedule.steps
 
     def _update(self, fragment: Fragment, outer: OuterSGD, local_share: float) -> None:
-        """Take an outer step with how far the ranks have moved, on average."""
+        """Take an outer step by the average of how far the ranks have moved."""
         mirrored = self._mirror_of(fragment)
         self._read(mirrored)
         fragment.apply(outer, local_share)
@@ -272,7 +272,7 @@ class LocalStepsCallbackBase(HorovodCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; to be called before `fit`."""
+        """Go on from what `state_dict` returned; call it before `fit`."""
         self._steps, self._local_steps = state_dict["steps"], state_dict["local_steps"]
         self._saved = replace_nested(state_dict["fragments"], np.ndarray, torch.tensor)
 

@@ -94,9 +94,10 @@ def DistributedOptimizer(
             default.
         local_steps: The number of steps that each rank takes with its own gradients before the
             ranks synchronise their weights, for links that are slow; none by default. It needs
-            `hvd.callbacks.LocalStepsCallback()` in `fit`, without which steps stay ordinary ones.
-        outer: The outer optimizer, such as `hvd.OuterSGD(lr=0.7, momentum=0.9)`, which takes a step
-            with how far the ranks have moved (DiLoCo); None (the default) averages weights.
+            `hvd.callbacks.LocalStepsCallback()` in `fit`; without it all steps are ordinary ones.
+        outer: The outer optimizer, such as `hvd.OuterSGD(lr=0.7, momentum=0.9)`, for which the
+            distance that the ranks have moved is the gradient (DiLoCo); None (the default) averages
+            weights.
         warmup_steps: The number of ordinary steps before the first local one; 0 by default.
         average_state: Whether a synchronisation averages the optimizer's state too; False by
             default.
@@ -104,8 +105,8 @@ def DistributedOptimizer(
             synchronised in turn, so that no step sends everything. 1 by default.
         delay: The number of steps between sending a fragment and updating its weights, in which it
             travels beside training (streaming DiLoCo); 0 by default.
-        alpha: What remains of a rank's own weights when a delayed fragment is updated; 0.5 by
-            default with `delay`, without which it makes no sense.
+        alpha: The share of a rank's own weights that remains when a delayed fragment is updated; it
+            needs `delay`, with which it is 0.5 by default.
         within: The process set of this rank's cluster, or `"host"` for the ranks of its host, whose
             gradients are averaged in local steps; None (the default) for no clusters.
 

@@ -25,7 +25,7 @@ Pairs = list[tuple[Any, Any]]
 
 
 class TfKerasOptimizer:
-    """Mixed in before an optimizer class of tf-keras, with its `Distribution` as `_hvd`."""
+    """Reduces gradients; mixed in before a tf-keras optimizer class. `_hvd` has the options."""
 
     _hvd: Distribution
     _hvd_sums: _Sums | None = None  # only with backward_passes_per_step > 1
@@ -145,7 +145,7 @@ class TfKerasOptimizer:
     def _hvd_pending_variables(self, variables: list[Any]) -> list[Any]:
         """Return the variables of a step whose passes are not complete, for elastic states.
 
-        The optimizer's `variables` do not contain them, because files shall not contain them.
+        The optimizer's `variables` do not contain them, because files should not contain them.
         """
         if self._hvd.options.backward_passes_per_step == 1:
             return []
@@ -213,7 +213,7 @@ class _Sums:
 
     @property
     def counter(self) -> Any:
-        """The number of passes that the next step has so far."""
+        """The number of passes so far, since the last step."""
         return self._passes.read_value() % self._distribution.options.backward_passes_per_step
 
     def is_complete(self) -> Any:

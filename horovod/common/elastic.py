@@ -72,8 +72,8 @@ class State(ABC):
     """What training carries over when ranks are lost or added.
 
     Args:
-        bcast_object: Called with an object and `root_rank`, sends the object of that rank to all.
-        get_rank: Returns this process's rank.
+        bcast_object: A function of an object and `root_rank` that sends that rank's object to all.
+        get_rank: A function that returns this process's rank.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
@@ -104,8 +104,8 @@ class State(ABC):
         """Note that hosts have changed; the next check acts on it. Any thread may call.
 
         Args:
-            timestamp: When they changed.
-            update_res: How they changed. Both are upstream's, and are not used.
+            timestamp: The time when they changed.
+            update_res: The kind of change. Both are upstream's, and are not used.
         """
         self._host_messages.put((timestamp, update_res))
 
@@ -193,8 +193,8 @@ class ObjectState(State):
     place.
 
     Args:
-        bcast_object: Called with an object and `root_rank`, sends the object of that rank to all.
-        get_rank: Returns this process's rank.
+        bcast_object: A function of an object and `root_rank` that sends that rank's object to all.
+        get_rank: A function that returns this process's rank.
         **kwargs: The attributes and their first values.
     """
 
@@ -230,8 +230,8 @@ def run_fn(
 
     Args:
         func: The training function. Its first argument is the state.
-        reset: Stops the engine and starts it again among the ranks that are there then.
-        find_job: Returns the elastic job that this process belongs to, or None.
+        reset: A function that stops the engine and starts it again with the ranks that are there.
+        find_job: A function that returns this process's elastic job, or None.
     """
 
     @functools.wraps(func)

@@ -1,4 +1,4 @@
-"""What programs that a rank starts inherit from it, and what they must not do with it.
+"""Variables that the programs started by a rank inherit, and must not take for their own.
 
 A subprocess has the variables of its parent, and with them those that say which rank of which job
 it is. If it called ``init()`` it would wait for ranks that have long found each other. `init`

@@ -50,10 +50,10 @@ class OuterSGD:
         """Move `anchor` against `gradient`, the outer one.
 
         Tensors of torch and arrays of numpy are changed in place, `gradient` too. Arrays of JAX
-        cannot be, so there the returned ones are new.
+        cannot change, so the returned ones are new.
 
         Args:
-            anchor: Where the ranks were after the last synchronisation.
+            anchor: The parameters that all ranks had after the last synchronisation.
             gradient: The outer gradient.
             momentum: The momentum after the last outer step, zeros before the first one. None if
                 the optimizer keeps no momentum.

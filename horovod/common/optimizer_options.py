@@ -120,7 +120,7 @@ def weights_of(local_layers: Any) -> list[Any]:
     """Return the weights of a Keras layer, or of several; none for None.
 
     Raises:
-        ValueError: Something else than a layer is among them.
+        ValueError: One of them is not a layer.
     """
     layers = local_layers if isinstance(local_layers, Iterable) else [local_layers]
     weights: list[Any] = []

@@ -21,7 +21,7 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 
 
 def install_hook() -> None:
-    """Show uncaught exceptions this way, unless the program has a hook of its own."""
+    """Show uncaught exceptions with our frames folded, unless the program has its own hook."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
 

@@ -109,7 +109,7 @@ class Session:
 
     Args:
         key: The key of the job.
-        server: Which side of the handshake this is.
+        server: Whether this is the server's side of the handshake.
         max_frame: The largest message that is accepted, in bytes.
     """
 

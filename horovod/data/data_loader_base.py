@@ -99,8 +99,8 @@ class AsyncDataLoaderMixin:
     Args:
         async_loader_queue_size: The number of batches that may wait; 0 for no thread. Default: 64.
         debug_data_loader: Whether to log when the training loop has to wait. Default: False.
-        *args: Passed to the loader.
-        **kwargs: Passed to the loader.
+        *args: Arguments for the loader.
+        **kwargs: Keyword arguments for the loader.
 
     Raises:
         ValueError: `async_loader_queue_size` is negative.

@@ -40,15 +40,15 @@ _SIGNED = {
     torch.uint64: torch.int64,
 }
 
-# Tensors of these types have memory of their own, as nearly all have: others are asked.
+# Tensors of these types have memory of their own, as nearly all have; others are looked at.
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def reduction_input(tensor: torch.Tensor, op: ReduceOp, scaled: bool = False) -> torch.Tensor:
-    """`tensor` as the engine takes it: contiguous, of a type that `op` is defined for.
+    """Return `tensor` as the engine takes it: contiguous, of a type that `op` is defined for.
 
-    The same object where it already is so; a detached alias where it requires a gradient; a copy
-    where it is not contiguous.
+    That is the same object if it already is so, a detached alias if it requires a gradient, and a
+    copy if it is not contiguous.
     """
     try:
         is_defined = tensor.dtype in REDUCIBLE[op] and not (scaled and tensor.dtype is torch.bool)
@@ -57,7 +57,7 @@ def reduction_input(tensor: torch.Tensor, op: ReduceOp, scaled: bool = False) ->
                 return tensor.detach() if tensor.requires_grad else tensor
             return plain_copy(tensor)
     except (AttributeError, RuntimeError):
-        pass  # not a dense tensor: said below
+        pass  # not a dense tensor: raised below
     raise _reduction_error(tensor, op, scaled)
 
 
@@ -73,7 +73,7 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has no memory itself but other tensors that have, as a DTensor has."""
+    """Return whether the tensor has no memory itself but wraps tensors that do, as DTensors."""
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
@@ -91,7 +91,7 @@ def _reduction_error(tensor: Any, op: ReduceOp, scaled: bool) -> ValueError:
 
 
 def movement_input(tensor: torch.Tensor) -> torch.Tensor:
-    """Like `reduction_input`, for collectives that only move data."""
+    """Return `tensor` as `reduction_input` does, for collectives that only move data."""
     try:
         if tensor.dtype in MOVABLE and (type(tensor) in _PLAIN or not _is_wrapper(tensor)):
             if tensor.is_contiguous() and not _is_lazy(tensor):
@@ -144,7 +144,7 @@ def check_writable(tensor: torch.Tensor) -> None:
 
 
 def write_back(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Bring the result of an in-place operation from the engine's buffer into the user's tensor."""
+    """Copy the result of an in-place operation from the engine's buffer into the user's tensor."""
     if tensor.data_ptr() != buffer.data_ptr():
         tensor.detach().copy_(buffer)
 
@@ -160,9 +160,9 @@ def check_group(tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Te
 
 
 def check_splits(splits: Any) -> tuple[int, ...]:
-    """Return `alltoall`'s splits as integers; empty means equal parts.
+    """Return `alltoall`'s splits, a list or an array of torch, numpy or JAX, as integers.
 
-    They are a list, or an array of torch, numpy or JAX.
+    Empty splits mean equal parts.
     """
     if hasattr(splits, "dtype"):
         is_torch = isinstance(splits, torch.Tensor)
@@ -201,7 +201,7 @@ def set_size(process_set: ProcessSet) -> int:
 
 
 def unregistered(process_set: ProcessSet) -> ValueError:
-    """Return the error where a set is not registered, which may mean that nothing is."""
+    """Return the error for a set that is not registered, perhaps because Horovod does not run."""
     if not runtime.is_initialized():
         return ValueError(NOT_INITIALISED)
     if runtime.is_elastic() and process_set.ranks:

@@ -15,8 +15,8 @@ from horovod.common.exceptions import HorovodInternalError
 Setting = TypeVar("Setting", bound=Hashable)
 
 NUM_PAIRS = 5  # comparisons of the best setting found with the default, one after the other
-_CLEAR_WINS = 4  # of which the found one must win so many,
-_CLEAR_GAIN = 1.02  # and be so many times as fast in the middle one
+_CLEAR_WINS = 4  # of them that the found setting must win,
+_CLEAR_GAIN = 1.02  # and how many times as fast it must be in their median
 
 
 class TunedSet(Protocol):
@@ -30,7 +30,7 @@ class TunedSet(Protocol):
 
     @property
     def num_joins(self) -> int:
-        """Times that ranks had joined, and all have gone on."""
+        """How often all ranks have gone on after some had joined."""
 
     @property
     def algorithms(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class Tuner(Generic[Setting]):
         return self.phase == "settled"
 
     def add(self, seconds: float) -> None:
-        """A step with the current setting takes so long."""
+        """Note that a step with the current setting takes `seconds`."""
         if self.settled:
             raise ValueError("the search is over")
         try:
@@ -100,7 +100,7 @@ class Tuner(Generic[Setting]):
         self.phase = "comparison"
         olds, news = [], []
         for number in range(NUM_PAIRS):
-            # By turns first and second: in a drift, neither has an advantage.
+            # Each is the first in turn, so that neither has an advantage in a drift.
             if number % 2:
                 news.append((yield best))
             olds.append((yield default))
@@ -113,7 +113,7 @@ class Tuner(Generic[Setting]):
 
 
 def median(values: Sequence[float]) -> float:
-    """That of the standard library takes longer to import than all of this package."""
+    """Return the median. The standard library's takes longer to import than this package."""
     ordered = sorted(values)
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

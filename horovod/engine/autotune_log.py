@@ -32,7 +32,7 @@ _begun: set[str] = set()  # files that this process has emptied
 
 
 class AutotuneLog:
-    """Rows in `path`, which is emptied the first time that this process writes to it."""
+    """Writes rows to `path`, which is emptied the first time that this process writes to it."""
 
     def __init__(self, path: str) -> None:
         self._path: str | None = path

@@ -45,11 +45,11 @@ class Stats:
         Args:
             metrics: Names and numbers, for names that are no Python words, such as "val/acc".
             step: The step that they belong to; by default the last one of the optimizer.
-            **named: More of them, such as ``loss=loss``. A tensor of one element is read, which
-                on a GPU waits for it.
+            **named: More names and numbers, such as ``loss=loss``. A tensor of one element is
+                read, which on a GPU waits for it.
 
         Raises:
-            ValueError: Before `init`; for something else than a number, a name of more than 200
+            ValueError: Before `init`; for anything but a number, a name of more than 200
                 characters, or more than 100 different names.
 
         Examples:
@@ -65,9 +65,9 @@ class Stats:
 
 
 class HorovodBasics:
-    """Questions about, and control of, the engine of this process.
+    """Controls the engine of this process, and answers questions about it.
 
-    Upstream's arguments say where its C library is; they are taken and mean nothing.
+    Upstream's arguments say where its C library is; they are accepted and ignored.
     """
 
     # What upstream's C library returns; here these are exceptions.
@@ -143,7 +143,7 @@ class HorovodBasics:
         return runtime.topology.size
 
     def rank(self) -> int:
-        """This process's number in the job, from 0. ValueError before `init`."""
+        """Return this process's number in the job, from 0. ValueError before `init`."""
         return runtime.topology.rank
 
     def local_size(self) -> int:
@@ -151,17 +151,15 @@ class HorovodBasics:
         return runtime.topology.local_size
 
     def local_rank(self) -> int:
-        """This process's number on its host, from 0. ValueError before `init`."""
+        """Return this process's number on its host, from 0. ValueError before `init`."""
         return runtime.topology.local_rank
 
     def cross_size(self) -> int:
-        """The number of hosts that have a process of this local rank. ValueError before `init`."""
+        """Return how many hosts have a process of this local rank. ValueError before `init`."""
         return runtime.topology.cross_size
 
     def cross_rank(self) -> int:
-        """This host's number among those that have a process of this local rank. ValueError before
-        `init`.
-        """
+        """Return this host's number among those with this local rank. ValueError before `init`."""
         return runtime.topology.cross_rank
 
     def is_homogeneous(self) -> bool:
@@ -196,7 +194,7 @@ class HorovodBasics:
         return bool(mpi4py.Query_thread() == mpi4py.THREAD_MULTIPLE)
 
     def gloo_built(self) -> bool:
-        """Always: what needs no MPI is called Gloo in this API, and TCP does it here."""
+        """Return True: this API calls Gloo what needs no MPI, which here is TCP."""
         return True
 
     def gloo_enabled(self) -> bool:
@@ -204,18 +202,18 @@ class HorovodBasics:
         return not self.mpi_enabled()
 
     def nccl_built(self) -> int:
-        """NCCL's version as major * 10000 + minor * 100 + patch; 0 without NCCL."""
+        """Return NCCL's version as major * 10000 + minor * 100 + patch; 0 without NCCL."""
         if not (dist.is_available() and dist.is_nccl_available()):
             return 0
         major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
         return int(major) * 10000 + int(minor) * 100 + int(patch)
 
     def ddl_built(self) -> bool:
-        """Never: IBM's DDL was upstream's optional back end."""
+        """Return False: IBM's DDL was an optional back end of upstream."""
         return util.ddl_built()
 
     def ccl_built(self) -> bool:
-        """Never: oneCCL was upstream's optional back end."""
+        """Return False: oneCCL was an optional back end of upstream."""
         return util.ccl_built()
 
     def cuda_built(self) -> bool:
@@ -238,7 +236,7 @@ class HorovodBasics:
 
         Args:
             file_path: The file of rank 0; others add their rank to its name.
-            mark_cycles: Also mark the rounds of the engine.
+            mark_cycles: Whether to mark the rounds of the engine too.
 
         Raises:
             ValueError: The job was not started with HOROVOD_TIMELINE, for example set to DYNAMIC.

@@ -1,7 +1,7 @@
 """One process set's operations, from submission to completion.
 
-Whoever waits for a request runs rounds (`rounds`) in its own thread, so that a blocking call needs
-no hand-over. A background thread (`background`) runs those that nobody waits for. Each process set
+A thread that waits for a request runs rounds (`rounds`) itself, so that a blocking call needs no
+hand-over. A background thread (`background`) runs rounds for which nobody waits. Each process set
 has its own channel, hence its own queue and rounds: sets never block each other.
 """
 
@@ -61,16 +61,16 @@ class Channel:
     ) -> None:
         self.set_id = set_id
         self.group = group
-        self.transport = executor.transport  # of host memory
+        self.transport = executor.transport  # the one for host memory
         self.observer = executor.observer
         self.tuned: tuple[float, str | None] | None = None  # what autotuning has settled on
-        self.inline: tuple[str, float, FrameType] | None = None  # now: see `InlineReduction`
+        self.inline: tuple[str, float, FrameType] | None = None  # under way: see `InlineReduction`
         self.lanes: dict[str, Lane] = {}
         self.driving = threading.Lock()  # held by the thread that runs a round
         self.waiters = Waiters()
         self._executor = executor
         executor.on_device_failure = self.abort
-        self._on_loss = on_loss  # told the ranks of the world because of which operations fail
+        self._on_loss = on_loss  # called with the lost ranks of the world
         self.queue = RequestQueue()
         self.rounds = Rounds(group, executor, self.queue, self.waiters)
         self._background = BackgroundThread(
@@ -97,11 +97,11 @@ class Channel:
         return self.submit(request, background=False).wait()
 
     def transport_on(self, device: torch.device) -> DeviceTransport | None:
-        """Return the transport of a device that has been used before, if it is the device's own."""
+        """Return the device's own transport, if it has one and the device has been used before."""
         return self._executor.transport_on(device)
 
     def check_devices(self) -> None:
-        """Raise if what a device did was ended in the middle."""
+        """Raise if a device's work was ended in the middle."""
         self._executor.check_devices()
 
     # -- lanes -----------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Channel:
             self._executor.close_lane(lane.name)
 
     def pending(self) -> list[Request | InlineReduction]:
-        """Return what has been submitted and has not run, oldest first."""
+        """Return the operations that have been submitted and have not run, oldest first."""
         inline = self.inline
         queued = self.queue.copy()
         return [InlineReduction(*inline), *queued] if inline is not None else [*queued]
@@ -174,12 +174,12 @@ class Channel:
                     self.waiters.tell()
             if not request.finished and self.failure is not None:
                 # Another thread ends the channel and has taken the request from the queue. It fails
-                # the request once the other ranks are told, which may take seconds: do not spin.
+                # the request after telling the other ranks, which may take seconds: do not spin.
                 self.wait_beside(request, _MOMENT)
         self.observer.waited_for(request, began)
 
     def _background_round(self) -> None:
-        """Run a round that the program does not wait for, unless it says so (`drive`)."""
+        """Run a round for which the program does not wait, unless it is in `drive` meanwhile."""
         with self.driving:
             before = self.observer.begin_background()
             try:
@@ -235,7 +235,7 @@ class Channel:
         self.waiters.tell()
         alone = self.driving.acquire(blocking=False)
         if not alone:
-            # Another thread is in a round: wake it, and let go of nothing under its feet.
+            # Another thread is in a round: wake it, and release nothing that it may still use.
             self._executor.abort(f"{self.group.describe(self.group.rank)} has shut down Horovod")
             alone = self.driving.acquire(timeout=_LONGEST_GOODBYE)
         try:
@@ -250,8 +250,8 @@ class Channel:
     def _let_comparisons_end(self) -> None:
         """Let the ranks compare what the last step has begun on a lane.
 
-        Its results are there already, on this rank. Others, which come to it only now, would take
-        the end of an orderly job for the loss of a rank.
+        This rank has its results already. Other ranks may compare only now, and would take the end
+        of an orderly job for the loss of a rank.
         """
         deadline = time.monotonic() + _LONGEST_GOODBYE
         for request in self.queue.copy():
@@ -259,6 +259,6 @@ class Channel:
                 self.wait_beside(request, max(0.0, deadline - time.monotonic()))
 
     def after_fork_in_child(self, reason: str) -> None:
-        """Nothing runs in a forked child, not even what was prepared in its parent."""
+        """Let nothing run in a forked child, not even what was prepared in its parent."""
         self.queue.failure = HorovodInternalError(reason)  # another thread may hold its lock
         self._executor.after_fork_in_child()

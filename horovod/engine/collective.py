@@ -32,8 +32,8 @@ class Kind(str, Enum):
     JOIN = "join"
     PROCESS_SET = "process_set"
     ALGORITHM = "algorithm"
-    LANE = "lane"  # open one: see `horovod.engine.execution.lane`,
-    CONFIRM = "gradients"  # and compare what a step has begun on it
+    LANE = "lane"  # opens a lane: see `horovod.engine.execution.lane`
+    CONFIRM = "gradients"  # compares what a step has begun on a lane
 
     __hash__ = str.__hash__  # an Enum's own is written in Python, and records are keys
 
@@ -58,7 +58,7 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True)
 class LanePlan:
-    """What a step begins on a lane, in this order: the same on all ranks."""
+    """The reductions that a step begins on a lane, in this order, which all ranks have."""
 
     dtypes: tuple[str, ...]  # of the flat tensors, such as "float32"
     counts: tuple[int, ...]  # of their elements
@@ -74,18 +74,18 @@ class LanePlan:
 
 
 class Collective(NamedTuple):
-    """One collective operation, without its tensors. All ranks must pass the same, but `splits`."""
+    """One collective operation, without its tensors. Ranks may differ in nothing but `splits`."""
 
     kind: Kind
     name: str | None  # the user's; without one, ranks match collectives by the order of their calls
     process_set_id: int = WORLD
-    reduction: Reduction = Reduction()  # of allreduce and reducescatter
+    reduction: Reduction = Reduction()  # for allreduce and reducescatter
     labels: tuple[str, ...] = ()  # what the user calls the tensors, for errors about differences
-    root_rank: int | None = None  # of broadcast, a rank of the world
-    splits: tuple[int, ...] | None = None  # of alltoall, rows for each rank; None: equally many
-    reason: str = ""  # of require_all, why no rank may be missing
-    change: tuple[str | int, ...] = ()  # of process_set, algorithm and lane, what changes
-    plan: LanePlan | None = None  # of confirm
+    root_rank: int | None = None  # for broadcast: a rank of the world
+    splits: tuple[int, ...] | None = None  # for alltoall: rows for each rank; None: equal parts
+    reason: str = ""  # for require_all: why no rank may be missing
+    change: tuple[str | int, ...] = ()  # for process_set, algorithm and lane: what changes
+    plan: LanePlan | None = None  # for confirm
 
 
 def signature_of(collective: Collective, name: str, tensors: Sequence[torch.Tensor] = ()) -> bytes:

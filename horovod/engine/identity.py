@@ -1,4 +1,4 @@
-"""Finding out which rank this process is, and which ranks are on which host.
+"""Finds out which rank this process is, and which ranks are on which host.
 
 Called by the runtime when it starts a job.
 """
@@ -21,8 +21,7 @@ from horovod.transport import select
 
 
 def meet(comm: Any, config: Config) -> tuple[Topology, Store, bool]:
-    """Our rank in the job, the store that all its ranks share, and whether somebody who knows
-    all hosts told the cross rank."""
+    """Return our topology, the job's store, and whether the cross rank in the topology is final."""
     if comm is not None and not isinstance(comm, Iterable):
         if not hasattr(comm, "Get_rank"):
             raise ValueError(
@@ -56,7 +55,7 @@ def _chosen(topology: Topology, ranks: list[int], store: Store) -> Topology:
 
 
 def with_cross(topology: Topology, identities: Sequence[str]) -> Topology:
-    """Return the cross rank from who is where, if that is how the launcher counts local ranks."""
+    """Return the topology with the cross rank that hosts give, if they give our local rank too."""
     hosts = select.by_host(identities)
     (here,) = [host for host in hosts if topology.rank in host]
     if (here.index(topology.rank), len(here)) != (topology.local_rank, topology.local_size):
@@ -66,7 +65,7 @@ def with_cross(topology: Topology, identities: Sequence[str]) -> Topology:
 
 
 def exchange_identities(topology: Topology, store: Store, config: Config) -> list[str]:
-    """Every rank's host identity. Rank 0 collects, so the store serves one large value to each."""
+    """Return every rank's host identity. Rank 0 collects them, so each rank reads one value."""
     if topology.size == 1:
         return [host_identity()]
     timeout = config.start_timeout

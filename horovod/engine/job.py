@@ -42,18 +42,18 @@ class Job:
     store: Store  # this job's part of it
     identities: Sequence[str]  # of the hosts, by rank
     statistics: Statistics
-    launched_ranks: Sequence[int] | None = None  # what the launcher calls our ranks, if otherwise
+    launched_ranks: Sequence[int] | None = None  # the launcher's numbers of our ranks; None: same
     sets: dict[int, tuple[int, ...]] = field(default_factory=dict)
     channels: dict[int, Channel] = field(default_factory=dict)  # of sets that we belong to
     trace: Trace = field(default_factory=Trace)
     _free_ids: list[int] = field(default_factory=list)
     _next_id: int = WORLD
-    _generation: int = 0  # of process sets: makes their keys in the store unique
+    _generation: int = 0  # counts sets, so that each has keys of its own in the store
     _inspector: StallInspector | None = None
 
     @property
     def generation(self) -> int:
-        """That of an elastic job; 0 in others, which have but one."""
+        """The generation of an elastic job; 0 in other jobs, which have but one."""
         connection = self.connection
         return connection.decision.number if isinstance(connection, Generation) else 0
 
@@ -87,10 +87,10 @@ class Job:
         )
 
     def _agree_on_arrivals(self) -> None:
-        """If rank 0 records from the start, ranks tell each other when they submit what.
+        """Have ranks tell each other when they submit what, if rank 0 records from the start.
 
-        That is an exchange of its own, in which all must take part or none, so the timelines that
-        are started later, by each rank for itself, do without.
+        That is an exchange of its own, in which all ranks must take part or none. So timelines that
+        are started later, by each rank for itself, do without it.
         """
         if self.topology.size == 1:
             return
@@ -101,8 +101,8 @@ class Job:
         self.trace.record(self.trace.timeline)
 
     def abort(self, reason: str) -> None:
-        """Fail all operations, because of others, in flight and to come, here and there."""
-        leave_note(())
+        """Fail all operations, in flight and to come, here and on other ranks."""
+        leave_note(())  # which says that other ranks are the cause
         for channel in list(self.channels.values()):
             channel.abort(HorovodInternalError(reason))
 
@@ -159,7 +159,7 @@ class Job:
         }
 
     def summary(self) -> str | None:
-        """One line about the job, from rank 0, if anything has been done in it."""
+        """Return one line about the job, on rank 0, if anything has been done in it."""
         done = self.statistics.steps or self.statistics.totals().operations
         return self.statistics.summary() if done and self.topology.rank == 0 else None
 
@@ -171,7 +171,7 @@ class Job:
     # -- process sets ----------------------------------------------------------------------
 
     def open_set(self, ranks: tuple[int, ...]) -> int:
-        """Make a set, with a channel if this rank belongs to it. Its id."""
+        """Make a set, with a channel if this rank belongs to it; return its id."""
         if self._free_ids:
             set_id = self._free_ids.pop(0)
         else:
@@ -183,7 +183,7 @@ class Job:
         return set_id
 
     def remove_set(self, set_id: int) -> tuple[int, ...] | None:
-        """End a set's operations; another may get its id. The ranks that it had."""
+        """End a set's operations, and free its id for another; return the ranks that it had."""
         ranks = self.sets.pop(set_id, None)
         if ranks is not None:
             self._free_ids.append(set_id)
@@ -225,7 +225,7 @@ class Job:
         )
 
     def note_loss(self, ranks: Sequence[int]) -> None:
-        """Tell the launcher because of which ranks operations fail."""
+        """Tell the launcher which ranks cause operations to fail."""
         known = self.launched_ranks
         leave_note(ranks if known is None else [known[rank] for rank in ranks])
 

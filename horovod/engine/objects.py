@@ -16,15 +16,15 @@ import torch
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 
-_SIZE = struct.Struct("<q")  # of the pickled object that follows
-_UNPICKLABLE = -1  # in place of the size, so that nobody waits for what follows
+_SIZE = struct.Struct("<q")  # size of the pickled object that follows
+_UNPICKLABLE = -1  # stands for the size, so that nobody waits for an object
 _HEAD = 4096
 """Bytes of the first message of a broadcast. Most objects, such as counters, need no second one."""
 
 
 def broadcast_object(obj: Any, root_rank: int, name: str, process_set_id: int) -> Any:
     """Return the root's object on every rank; the root gets back the very object it passed."""
-    runtime.group(process_set_id)  # says so where there is none
+    runtime.group(process_set_id)  # raises if there is no such set
     is_root = runtime.topology.rank == root_rank
     parcel, failure = _pack(obj) if is_root else (bytearray(), None)
     head = parcel[:_HEAD].ljust(_HEAD, b"\0")
@@ -74,7 +74,7 @@ def _allgather(tensor: torch.Tensor, name: str, process_set_id: int) -> torch.Te
 
 
 def _pack(obj: Any) -> tuple[bytearray, Exception | None]:
-    """Return the object as writable bytes, after their number, or why it cannot be pickled."""
+    """Return the pickled object, writable and behind its size, or why it cannot be pickled."""
     import cloudpickle  # here, because importing it takes longer than the rest of this module
 
     buffer = io.BytesIO(bytes(_SIZE.size))

@@ -57,10 +57,10 @@ class Request:
     waiting: bool = False
     nbytes: float = inf  # in all, if known to be of one dtype and on one device
     change: Callable[[], Any] | None = None  # what every rank does instead of a collective
-    stream: Any = None  # where the caller gives work to the device,
-    event: Any = None  # and what of it must be done before ours may start
-    deferred: bool = False  # finished as soon as the device knows what to do,
-    ready: Any = None  # and then this event tells when it has done so
+    stream: Any = None  # the stream in which the caller gives work to the device
+    event: Any = None  # marks the work there that must be done before ours may start
+    deferred: bool = False  # whether it is finished as soon as the device knows what to do
+    ready: Any = None  # if deferred, the event that tells when the device has done it
     timing: DeviceTiming | None = None  # of the device's work, for statistics
     on_failure: Callable[[HorovodInternalError], object] | None = None  # told if it fails
     finished: bool = False
@@ -88,7 +88,7 @@ class Request:
         self.thread = threading.get_ident()
 
     def follow_stream(self) -> None:
-        """Let the device come to this after all that it has been given so far by this thread."""
+        """Let the device begin this after all work that this thread has given it so far."""
         if self.tensors and not self.tensors[0].is_cpu:
             device = self.tensors[0].device
             module = torch.get_device_module(device)
@@ -101,7 +101,7 @@ class Request:
         return self.finished
 
     def wait(self) -> Any:
-        """Return the result, waiting for it; raises what went wrong."""
+        """Wait for the result and return it; raise what went wrong."""
         if not self.finished:
             self.waiting = True
             assert self.driver is not None
@@ -111,14 +111,14 @@ class Request:
         if self.ready is not None:
             if self.timing is not None:
                 self.timing.ask()
-            self.ready.wait()  # not this thread, but the work that it gives to the device from now
+            self.ready.wait()  # not this thread waits, but what it gives the device next
         return self.result
 
     def wait_beside(self, seconds: float) -> None:
-        """Wait for the background thread to finish this, and for none that follow.
+        """Wait for the background thread to finish this request, but none that follow it.
 
         Returns after `seconds` at the latest. `wait` would work together with that thread, and so
-        come back only when all that it has begun is done.
+        return only when all that the thread has begun is done.
         """
         assert self.driver is not None
         self.driver.wait_beside(self, seconds)
@@ -126,7 +126,7 @@ class Request:
     def complete(self, result: Any) -> None:
         self.result = result
         self.finished_at = time.monotonic()
-        self.finished = True
+        self.finished = True  # last: other threads look at it without a lock, and read the rest
 
     def fail(self, error: HorovodInternalError) -> None:
         if not self.finished:
@@ -147,7 +147,7 @@ class Request:
         return f"{self.source_line[0]}:{self.source_line[1]}"
 
     def describe(self) -> dict[str, Any]:
-        """Everything another rank needs to compare this request, or to run it with zeros."""
+        """Return all that another rank needs to compare this request, or to run it with zeros."""
         collective, reduction = self.collective, self.reduction
         wire, plan = reduction.wire, collective.plan
         return {
@@ -171,7 +171,7 @@ class Request:
 
 
 def bytes_on_wire(nbytes: int, dtype: torch.dtype, wire: torch.dtype | None) -> int:
-    """Return what is left of tensors that travel between hosts as `wire`."""
+    """Return how many bytes tensors of `nbytes` are when they travel between hosts as `wire`."""
     if wire is None:
         return nbytes
     count = nbytes // dtype.itemsize
@@ -181,9 +181,9 @@ def bytes_on_wire(nbytes: int, dtype: torch.dtype, wire: torch.dtype | None) -> 
 
 
 def caller(frame: FrameType) -> tuple[str, int]:
-    """File and line of the innermost frame outside this package and outside torch.
+    """Return file and line of the innermost frame outside this package and outside torch.
 
-    torch stands between a program and the hooks of backward, and what it has compiled.
+    torch's frames are between a program and its backward hooks, and what torch has compiled.
     """
     while frame.f_code.co_filename.startswith(_INNER) and frame.f_back is not None:
         frame = frame.f_back

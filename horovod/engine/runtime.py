@@ -1,7 +1,7 @@
 """The engine of this process: started by `init`, shared by all bindings.
 
-`runtime` is the one front of the engine. Here is its life: starting, stopping, who am I, process
-sets and the timeline. Submitting operations, which bindings do through it as well, it inherits.
+`runtime` is the one front of the engine: starting, stopping, who am I, process sets and the
+timeline. It inherits what bindings do through it as well, submitting operations.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Runtime(Submission):
         self.statistics = Statistics()  # optimizers tell it about their steps
         self._reporter: Reporter | None = None
         self._inits = 0
-        self._parents_job: Job | None = None  # in a forked child: facts, but no operations
+        self._parents_job: Job | None = None  # in a forked child, for facts only
         self._ending = threading.Lock()  # held while a job is aborted from another thread
-        self._summary: str | None = None  # of the last job
-        self._wanted_sets: list[tuple[int, ...]] = []  # to be made again in the next generation
+        self._summary: str | None = None  # summary of the last job
+        self._wanted_sets: list[tuple[int, ...]] = []  # made again in the next generation
 
     # -- life ------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class Runtime(Submission):
             return
         if comm is not None and (not isinstance(comm, Iterable) or list(comm)):
             raise ValueError("an elastic job's driver chooses the ranks: call init() without comm")
-        # Optimizers load it when the first is made. Before we join, nobody waits for that.
+        # The first optimizer loads it anyway. If we do so before we join, no rank waits for that.
         importlib.import_module("torch._dynamo")
         member.on_break = self.abort
         patience = config.elastic_timeout + config.start_timeout
@@ -97,7 +97,7 @@ class Runtime(Submission):
             mpi.initialise_if_deferred(not config.mpi_threads_disable)
         topology, connection, cross_is_known = identity.meet(comm, config)
         set_rank(topology.rank)
-        if not isinstance(connection, Generation):  # a generation is new by itself
+        if not isinstance(connection, Generation):  # a generation has a store of its own
             self._inits += 1
         # Every rank has initialised equally often, so nobody sees keys of an earlier job.
         store = PrefixStore(connection, f"init{self._inits}/")
@@ -109,7 +109,7 @@ class Runtime(Submission):
             raise
         if not cross_is_known:
             topology = identity.with_cross(topology, identities)
-        if isinstance(connection, Generation):  # the numbers go on
+        if isinstance(connection, Generation):  # statistics go on
             self.statistics.reform()
         else:
             self.statistics.restart()
@@ -134,8 +134,8 @@ class Runtime(Submission):
     def abort(self, reason: str, generation: Generation) -> None:
         """Fail all operations, in flight and to come, here and on the other ranks of `generation`.
 
-        Any thread may call; does nothing if that generation was left. The engine has to be shut
-        down and initialised again.
+        Any thread may call this. It does nothing if this process has left that generation. The
+        engine has to be shut down and initialised again.
         """
         with self._ending:
             job = self._job
@@ -155,13 +155,13 @@ class Runtime(Submission):
             reporter.stop()
         job.close()
         self._summary = job.summary()
-        if not isinstance(job.connection, Generation):  # else others may come: see `_end`
+        if not isinstance(job.connection, Generation):  # else another may come: see `_end`
             self.log_summary()
         self._signatures.clear()
         self.prepared.clear()
 
     def log_summary(self) -> None:
-        """What rank 0 says at the end of a job, once."""
+        """Log rank 0's summary of the last job, once."""
         summary, self._summary = self._summary, None
         if summary is not None:
             logger.info("%s", summary)
@@ -197,7 +197,7 @@ class Runtime(Submission):
         return len({len(ranks) for ranks in select.by_host(self._known_job().identities)}) == 1
 
     def _known_job(self) -> Job:
-        """For facts, which hold in forked children too."""
+        """Return the job to ask for facts, which hold in forked children too."""
         return self._parents_job or self._running()
 
     def _running(self) -> Job:
@@ -217,7 +217,7 @@ class Runtime(Submission):
     # -- process sets ----------------------------------------------------------------------
 
     def channel(self, set_id: int) -> Channel:
-        """Return the operations of a set that this rank belongs to. Not for bindings: see below."""
+        """Return the channel of a set that this rank belongs to. Bindings must not call this."""
         job = self._job
         if job is None:
             raise HorovodInternalError(self._why_not())
@@ -230,7 +230,7 @@ class Runtime(Submission):
         return channel
 
     def group(self, set_id: int) -> Group:
-        """Rank and size of this rank in a set that it belongs to; an error says why not."""
+        """Return this rank's number in a set, and the set's size; raise if it is not a member."""
         return self.channel(set_id).group
 
     def open_lane(self, set_id: int, name: str, device: torch.device) -> Lane | None:
@@ -243,15 +243,15 @@ class Runtime(Submission):
     def check_devices(self) -> None:
         """Raise if a device was interrupted in the middle of an operation, in any set.
 
-        Whoever has waited for a device calls this before the result is relied on: the operation may
-        have been aborted, because a rank was lost.
+        Call this after waiting for a device, before the result is relied on: the operation may have
+        been aborted, because a rank was lost.
         """
         job = self._job
         for channel in list(job.channels.values()) if job is not None else ():
             channel.check_devices()
 
     def failure(self, set_id: int) -> HorovodInternalError | None:
-        """Why no operation of the set runs any more."""
+        """Return why no operation of the set runs any more, if that is so."""
         return self.channel(set_id).failure
 
     def crosses_hosts(self, set_id: int) -> bool:
@@ -259,7 +259,7 @@ class Runtime(Submission):
         return self.channel(set_id).transport.crosses_hosts
 
     def tuned_set(self, set_id: int) -> TunedSet:
-        """For autotuning how the operations of the set run."""
+        """Return the set as autotuning sees it, which changes how the set's operations run."""
         return self.channel(set_id)
 
     def process_set_ranks(self, set_id: int) -> list[int]:
@@ -295,14 +295,14 @@ class Runtime(Submission):
         return result
 
     def want_process_set(self, ranks: Sequence[int]) -> None:
-        """In an elastic job: make this set in every later generation that has its ranks."""
+        """Have this set made again in every later generation, of an elastic job, with its ranks."""
         if self.is_elastic() and tuple(ranks) not in self._wanted_sets:
             self._wanted_sets.append(tuple(ranks))
 
     def _open_wanted_sets(self, job: Job) -> None:
-        """Make earlier generations' sets again. Rank 0, the oldest, knows them: some may be new.
+        """Make earlier generations' sets again. Rank 0, the oldest, knows them; others may be new.
 
-        The same on every rank, so ids agree and later registrations find them there.
+        All ranks make the same sets, so ids agree, and later registrations find the sets there.
         """
         if job.topology.rank == 0:
             job.store.set("sets", json.dumps(self._wanted_sets).encode())
@@ -329,12 +329,12 @@ class Runtime(Submission):
 
     @property
     def timeline(self) -> Timeline | None:
-        """What is being recorded into, if anything."""
+        """The timeline that is being recorded, if one is."""
         job = self._job
         return None if job is None else job.trace.timeline
 
     def name_members(self, name: str, members: Sequence[str]) -> None:
-        """What the timeline calls the tensors of the allreduce of this name."""
+        """Tell the timeline what to call the tensors of the allreduce called `name`."""
         self._running().trace.members[f"{Kind.ALLREDUCE.value}.{name}"] = members
 
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
@@ -378,9 +378,9 @@ _stops_in = 0  # the process that calls `_end` when it ends
 
 
 def _stop_at_exit() -> None:
-    """See to it that this process stops the engine when it ends, and then finalises MPI.
+    """Have this process stop the engine, and then finalise MPI, when it ends.
 
-    What multiprocessing forks, in Python 3.13 and newer, forgets what its parent has registered.
+    A child of multiprocessing, in Python 3.13 and newer, forgets what its parent has registered.
     """
     global _stops_in
     if _stops_in != os.getpid():

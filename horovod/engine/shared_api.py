@@ -1,8 +1,8 @@
 """What every binding offers under the same names: a binding exports all of ``__all__``.
 
-`init` and `shutdown` are here too, for bindings that have nothing to add to them. Reduction
-operations other than these two, and questions that not every binding of Horovod 0.28 answers, are
-exported by name.
+`init` and `shutdown` are here too, for bindings that have nothing to add to them. Bindings export
+by name other reduction operations than these two, and functions that not every binding of Horovod
+0.28 has.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Submitting operations: what a binding asks for becomes a request in a process set's queue.
 
-The part of the runtime that bindings use all the time, and their only way to an operation. A tensor
-that is reduced again and again by one name is recognised: its signature is computed once, and a
-`PreparedAllreduce` lets the next one go without a request at all.
+This is the part of the runtime that bindings use all the time, and their only way to an operation.
+A tensor that is reduced again and again under one name is recognised: its signature is computed
+once, and a `PreparedAllreduce` lets the next one do without a request.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Submission(ABC):
     """Turns calls into requests. What it remembers of earlier ones is good for one job."""
 
     def __init__(self) -> None:
-        # By the user's name; bindings look there before they submit an allreduce.
+        # Allreduces by the user's name; bindings look here before they submit one.
         self.prepared: dict[str | None, PreparedAllreduce] = {}
         self._signatures: OrderedDict[tuple[Collective, Any], tuple[str, bytes]] = OrderedDict()
 
     @abstractmethod
     def channel(self, set_id: int) -> Channel:
-        """Return the operations of a set that this rank belongs to."""
+        """Return the channel of a set that this rank belongs to."""
 
     def submit(
         self,
@@ -49,13 +49,14 @@ class Submission(ABC):
         """Queue a collective of this rank's tensors, to run when all ranks of its set have it.
 
         Args:
-            collective: What to do. Several tensors of one collective run together, as a group.
+            collective: The operation. Several tensors of one collective run together, as a group.
             tensors: This rank's tensors, contiguous and all on one device. Allgather concatenates
                 along the first dimension, reducescatter leaves each rank its share of the rows.
-            outputs: Where the results of allreduce and broadcast go; they may be `tensors`.
+            outputs: Tensors for the results of allreduce and broadcast; they may be `tensors`.
             background: False promises that the caller waits at once, which saves waking a thread.
-            deferred: Whether waiting is for the device, so that the caller goes on while it works.
-            is_exclusive: Whether not to fuse it with other requests, nor to wait for those.
+            deferred: Whether only the device waits for the result, while the caller goes on.
+            is_exclusive: Whether to run it by itself, neither fused with other requests nor waiting
+                for them.
 
         Returns:
             The request, which is the caller's handle to the result.
@@ -91,8 +92,8 @@ class Submission(ABC):
     def prepare(self, request: Request) -> PreparedAllreduce | None:
         """Return what repeats a named allreduce, if that is one collective of a transport.
 
-        It is good until the job ends or the set is removed, and then refuses. Ranks that go inline
-        must do what others do who go by requests: those are cut by the fusion threshold.
+        It is good until the job ends or the set is removed, and then refuses. Requests are cut by
+        the fusion threshold, and a rank that goes inline must do the same as one with a request.
         """
         channel, tensors = self.channel(request.collective.process_set_id), request.tensors
         dtype, reduction = tensors[0].dtype, request.reduction
@@ -108,7 +109,7 @@ class Submission(ABC):
         return PreparedAllreduce(request, channel)
 
     def _remember(self, request: Request, channel: Channel) -> None:
-        """Keep what repeats a blocking allreduce of one tensor, for bindings to find by name."""
+        """Prepare to repeat a blocking allreduce of one tensor, for bindings to find by name."""
         has_room = len(self.prepared) < channel.group.config.cache_capacity
         if has_room and (request.plain or _is_plain_on_device(request)):
             prepared = self.prepare(request)
@@ -142,7 +143,7 @@ class Submission(ABC):
 
 
 def _checked(collective: Collective, tensors: Sequence[torch.Tensor], group: Group) -> Collective:
-    """Return the collective if its set can do it with these tensors, with its splits."""
+    """Return the collective, with splits, if its set can do it with these tensors."""
     if len(tensors) > 1:
         _check_one_device(tensors)
     kind = collective.kind
@@ -170,7 +171,7 @@ def _checked(collective: Collective, tensors: Sequence[torch.Tensor], group: Gro
 
 
 def _is_plain_on_device(request: Request) -> bool:
-    """Return whether it is one tensor on a device, which is reduced as it is."""
+    """Return whether a request is for one tensor on a device, which is reduced as it is."""
     tensors = request.tensors
     return (
         len(tensors) == 1
@@ -181,7 +182,7 @@ def _is_plain_on_device(request: Request) -> bool:
 
 
 def check_adasum(reduction: Reduction, *, all_ranks: bool) -> None:
-    """Refuse Adasum of some of the ranks."""
+    """Raise for Adasum over only some of the ranks."""
     if reduction.op is ReduceOp.ADASUM and not all_ranks:
         raise NotImplementedError("Adasum works on the global process set only")
 

@@ -1,4 +1,4 @@
-"""Which versions of PyTorch the package is tested with, and a word where another is installed.
+"""The versions of PyTorch that the package is tested with, and a warning about others.
 
 Called when the engine is imported. Another version is not refused: it may well work.
 """
@@ -20,7 +20,7 @@ _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "RANK", "SLURM_PRO
 
 
 def complaint(version: str) -> str | None:
-    """Return what is to be said about a version of torch, if anything."""
+    """Return the warning about a version of torch, if there is one."""
     release = Version(version).release[:2]
     if Version(OLDEST).release <= release <= Version(NEWEST).release:
         return None
@@ -32,7 +32,7 @@ def complaint(version: str) -> str | None:
 
 
 def warn_about_torch() -> None:
-    """Say it once in a job: on rank 0, as far as the environment tells, or in its driver."""
+    """Warn once in a job: on rank 0, if the environment tells the rank, or in its driver."""
     words = complaint(torch.__version__)
     first = next((os.environ[name] for name in _RANKS if os.environ.get(name)), "0") == "0"
     if words is not None and first and TORCH_VERSION_SAID not in os.environ:

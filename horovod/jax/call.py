@@ -316,11 +316,10 @@ _under_way: dict[tuple[tuple[int, ...] | None, str | None, int], _Exchange] = {}
 def _run_phase(call: Call, sources: Tensors, targets: Tensors) -> None:
     """Start an allreduce that goes on beside the program, or finish it.
 
-    The first tensor has two numbers: of the caller in this process, and one that both calls have in
-    common. The other tensors are what this rank sends, in both calls: if this process has not
-    started the allreduce, because training goes on from a checkpoint, the second call makes it
-    whole. On a GPU it always does: there the program's stream waits for it, and no other stream is
-    at hand.
+    The first tensor holds two numbers: one of the caller in this process, and one that both calls
+    share. The other tensors are what this rank sends, in both calls: if this process has not
+    started the allreduce, because training goes on from a checkpoint, the second call does all of
+    it. On a GPU the second call always does, because there is no other stream than the program's.
     """
     fill(targets, sources)
     tensors = targets[1:]

@@ -1,4 +1,4 @@
-"""Gives the collectives gradients."""
+"""Makes the collectives differentiable."""
 
 from __future__ import annotations
 

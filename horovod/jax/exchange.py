@@ -1,4 +1,4 @@
-"""alltoall of arrays and of whole trees, which `horovod.jax` exports to users."""
+"""Exchange rows of arrays and whole trees (alltoall); `horovod.jax` exports the functions."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _splits_in_a_program() -> ValueError:
 
 
 def _exchange_now(call: Call, arrays: list[Any]) -> list[Any]:
-    """Return the received rows, and their numbers from each rank."""
+    """Return the received rows, and how many rows came from each rank."""
     if not dispatch.is_traced(arrays):
         return dispatch.run_now(call, arrays)
     if call.splits is not None:

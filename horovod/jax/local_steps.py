@@ -1,8 +1,8 @@
 """The transformation for local_steps=H: ranks step alone, and synchronise models every H steps.
 
-Made by `horovod.jax.optimizer.DistributedOptimizer`. The state is a tree like any other of optax.
-It has where the ranks were after the last synchronisation (the *anchor*), the outer momentum, and
-what this rank has sent and not applied yet. Fragments take turns by the schedule that
+`horovod.jax.optimizer.DistributedOptimizer` makes it. Like any state of optax, its state is a tree:
+it holds the parameters after the last synchronisation (the *anchor*), the outer momentum, and what
+this rank has sent and not applied yet. Fragments take turns by the schedule that
 `horovod.common.local_steps` defines.
 """
 
@@ -59,7 +59,7 @@ class Fragment(NamedTuple):
     entries: list[int]  # indices among the leaves of the wrapped optimizer's state
 
     def outgoing(self, params: Any, state: LocalStepsState) -> tuple[list[Any], list[Any]]:
-        """Return how far this rank has moved, its sign turned round, and its optimizer's state."""
+        """Return how far this rank has moved, with the sign changed, and its optimizer's state."""
         anchors, values = jax.tree.leaves(state.anchor), jax.tree.leaves(params)
         moved = [anchors[i] - jnp.asarray(values[i], anchors[i].dtype) for i in self.params]
         entries = jax.tree.leaves(state.inner)
@@ -98,19 +98,19 @@ class Fragment(NamedTuple):
 
 
 class LocalStepsOptimizer(optax.GradientTransformationExtraArgs):
-    """A transformation of optax whose steps have an end: `end_step` is to be called after each."""
+    """An optax transformation with local steps: users call `end_step` after each step."""
 
     schedule: LocalSchedule
     average: Callable[[Fragment, Any, Any, Phase], Any]
     share_anchor: Callable[[Any], Any]
-    has_updated = False  # whether somebody has trained with it
+    has_updated = False  # whether `update` was ever called
     has_ended_steps = False  # whether `end_step` was ever called
 
     def end_step(self, params: Any, opt_state: LocalStepsState) -> tuple[Any, LocalStepsState]:
         """Count a step, and synchronise the ranks' parameters if it is due after this step.
 
-        Call it on all ranks after each `optax.apply_updates`, inside or outside of `jax.jit`. As
-        long as it is not called the warm-up does not end.
+        Call it on all ranks after each `optax.apply_updates`, inside or outside of `jax.jit`. The
+        warm-up does not end without it.
 
         Args:
             params: The parameters after the step.
@@ -126,7 +126,7 @@ class LocalStepsOptimizer(optax.GradientTransformationExtraArgs):
         state = opt_state._replace(steps=steps, since=since)
 
         def begin(params: Any, state: LocalStepsState) -> tuple[Any, LocalStepsState]:
-            """Let all ranks measure from the same point: where the warm-up, or training, began."""
+            """Give all ranks the same anchor: the parameters when local steps begin."""
             anchor = _wide(params) if warmup else state.anchor
             return params, state._replace(anchor=self.share_anchor(anchor))
 
@@ -144,12 +144,12 @@ class LocalStepsOptimizer(optax.GradientTransformationExtraArgs):
     def synchronize_parameters(
         self, params: Any, opt_state: LocalStepsState
     ) -> tuple[Any, LocalStepsState]:
-        """Average the parameters of all ranks now, wherever these are in their local steps.
+        """Average the parameters of all ranks now, at any point of their local steps.
 
-        For the end of training, and before the model is evaluated or saved for use: afterwards all
-        ranks have the same parameters. The outer optimizer takes no step, for its momentum is that
-        of whole rounds of local steps. The count of local steps begins anew. All ranks must call it
-        together. During the warm-up it changes nothing: the ranks have the same parameters then.
+        Call it at the end of training, and before the model is evaluated or saved for use:
+        afterwards all ranks have the same parameters. The outer optimizer takes no step, as its
+        momentum belongs to whole rounds of local steps. The count of local steps begins anew. All
+        ranks must call it together. During the warm-up it changes nothing, as ranks do not differ.
 
         Args:
             params: This rank's parameters.
@@ -237,8 +237,8 @@ def make_optimizer(inner: Any, options: OptimizerOptions) -> LocalStepsOptimizer
     if schedule.within is not None:
         cluster = set_of_this_host() if schedule.within == HOST else schedule.within
         reduce_near = partial(reduce_gradients, options=replace(options, process_set=cluster))
-    # A name of its own for each optimizer, since what is delayed travels beside everything else.
-    # Elastic jobs cannot agree on a number here: who joins later has made fewer of them.
+    # Each optimizer has a name of its own, since delayed fragments travel beside everything else.
+    # Elastic jobs cannot agree on a number here: a rank that joins later has made fewer optimizers.
     suffix = "" if runtime.is_initialized() and runtime.is_elastic() else f".{_num_optimizers}"
     label = f"local_steps{suffix}" if options.name is None else f"{options.name}.local_steps"
     owner = next(_owners)
@@ -247,7 +247,7 @@ def make_optimizer(inner: Any, options: OptimizerOptions) -> LocalStepsOptimizer
     def init(params: Any) -> LocalStepsState:
         anchor = _wide(params)
         momentum = jax.tree.map(jnp.zeros_like, anchor) if schedule.outer_sgd.momentum else None
-        # Each an array of its own, so that a step may donate the state.
+        # These are separate arrays, so that a step may donate the state.
         steps, since = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
         entries = inner.init(params)
         divide_model(schedule, params, entries)  # refuses more fragments than layers
@@ -304,7 +304,7 @@ def _warn_if_never_synchronised(optimizer: LocalStepsOptimizer) -> None:
 
 
 def _wide(params: Any) -> Any:
-    """Copy parameters to float32 at least: many small outer steps must add up."""
+    """Copy parameters to float32 or wider, so that many small outer steps add up."""
     return jax.tree.map(
         lambda leaf: jnp.array(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32)), params
     )
@@ -313,7 +313,7 @@ def _wide(params: Any) -> Any:
 def _when(
     condition: Any, change: Callable[[Any, Any], tuple[Any, Any]], first: Any, second: Any
 ) -> tuple[Any, Any]:
-    """Return `change(first, second)` if the condition holds, else both as they are."""
+    """Return `change(first, second)` if the condition holds, else both unchanged."""
     return _choose(condition, change, lambda *both: both, first, second)
 
 

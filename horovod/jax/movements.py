@@ -1,4 +1,4 @@
-"""allgather and broadcast of arrays and of whole trees, which `horovod.jax` exports to users."""
+"""Gather and broadcast arrays and whole trees; `horovod.jax` exports the functions to users."""
 
 from __future__ import annotations
 

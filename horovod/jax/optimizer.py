@@ -74,9 +74,9 @@ def DistributedOptimizer(
             synchronise their parameters, for links that are slow. The returned optimizer then has
             two more methods: `end_step(params, opt_state)`, to call after each step, and
             `synchronize_parameters(params, opt_state)`, for the end. By default there are none.
-        outer: Outer optimizer, such as `hvd.OuterSGD(lr=0.7, momentum=0.9)`, which takes a step
-            with how far the ranks have moved (DiLoCo). By default parameters are averaged (local
-            SGD).
+        outer: Outer optimizer, such as `hvd.OuterSGD(lr=0.7, momentum=0.9)`, for which the distance
+            that the ranks have moved is the gradient (DiLoCo). By default parameters are averaged
+            (local SGD).
         warmup_steps: Number of ordinary steps before the first local one. The default is 0.
         average_state: Whether a synchronisation averages the state of `optimizer` too. By default
             every rank keeps its own.

@@ -1,4 +1,4 @@
-"""allreduce of arrays and of whole trees, which `horovod.jax` exports to users."""
+"""Reduce arrays and whole trees over all ranks; `horovod.jax` exports the functions to users."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def average_in_phase(
 
     Args:
         arrays: What this rank sends, the same in both calls.
-        numbers: Two integers: of the caller in this process, and one that both calls have in common
-            and no others of this caller and name.
+        numbers: Two integers: one of the caller in this process, and one that both calls share with
+            no other calls of this caller and name.
         name: Name by which the ranks match this operation.
         compression: Compressor for what travels between the ranks.
         process_set: Ranks that take part.

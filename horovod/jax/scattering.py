@@ -1,4 +1,4 @@
-"""reducescatter of arrays and of whole trees, which `horovod.jax` exports to users."""
+"""Reduce and scatter arrays and whole trees; `horovod.jax` exports the functions to users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The collectives that Lightning expects of a strategy, made of Horovod's."""
+"""Offers the collectives that Lightning expects of a strategy, by means of Horovod's."""
 
 from __future__ import annotations
 

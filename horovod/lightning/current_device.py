@@ -1,4 +1,4 @@
-"""`torch.accelerator`, with CUDA in its stead for torch before 2.6, which does not have it."""
+"""Calls `torch.accelerator`; with torch before 2.6, which lacks it, this looks for CUDA alone."""
 
 from __future__ import annotations
 

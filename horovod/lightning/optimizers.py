@@ -131,7 +131,7 @@ class Optimizers:
             optimizer.synchronize()
 
     def synchronize_parameters(self) -> None:
-        """Let all ranks have the same parameters, where they have stepped alone. Collective."""
+        """Give all ranks the same parameters, if they have taken local steps. Collective."""
         for optimizer in self._wrapped:
             if isinstance(optimizer, LocalStepsOptimizer):
                 optimizer.synchronize_parameters()

@@ -42,13 +42,13 @@ class TrainerStrategy(HorovodBase):
         local_steps: How many steps each rank takes alone before all synchronise their parameters;
             None (the default) averages gradients in every step. When training ends the parameters
             of all ranks are the same again.
-        outer: The optimizer of the step that the ranks take together when they synchronise; None
+        outer: The optimizer with which the ranks take a common step when they synchronise; None
             (the default) averages their parameters.
         warmup_steps: Ordinary steps before the first local one; 0 by default.
         average_state: Whether synchronising averages the optimizer's state, too; False by default.
         fragments: How many parts of the model are synchronised in turn; 1 by default.
         delay: Steps from sending a part to updating it; 0 by default.
-        alpha: What remains of a rank's own parameters then; 0.5 by default with `delay`.
+        alpha: Share of a rank's own parameters that an update keeps; 0.5 by default with `delay`.
         within: The process set, or "host", in which gradients are averaged in every step.
         join: Whether ranks may have different numbers of batches; False by default. A rank without
             further batches then waits in `hvd.join()` until the epoch is over on all ranks.

@@ -35,7 +35,7 @@ class HorovodSyncBatchNorm:
         return hvd.SyncBatchNorm.convert_sync_batchnorm(model, self._process_set)
 
     def revert(self, model: torch.nn.Module) -> Any:
-        """Put the original layers back, with the values learned since."""
+        """Put the original layers back, with the values that were learned meanwhile."""
         for module, name, layer in self._replaced_layers:
             trained = module._modules[name]
             # Parameters are the same objects; buffers may have been moved to another device.

@@ -1,6 +1,6 @@
-"""allreduce of one array of MXNet and of groups; the other collectives are in `mpi_ops`.
+"""Reduce MXNet's arrays, and groups of them, over all ranks; `mpi_ops` has the other collectives.
 
-`horovod.mxnet` exports them to users. Optimizers and trainers call `start_allreduce`.
+`horovod.mxnet` exports the functions to users. Optimizers and trainers call `start_allreduce`.
 """
 
 from __future__ import annotations

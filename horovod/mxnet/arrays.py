@@ -24,7 +24,7 @@ class CollectiveError(mx.base.MXNetError, HorovodInternalError):
 
 
 class ArgumentError(mx.base.MXNetError, ValueError):
-    """A wrong argument, found before anything was sent."""
+    """An argument is wrong; nothing was sent."""
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def check_one_device(arrays: Sequence[Any], name: str) -> Sequence[Any]:
 
 
 def to_torch(array: Any, write: bool = False) -> torch.Tensor:
-    """Return a view of an array's memory; with `write` it may be written to.
+    """Return a view of an array's memory, which may be written to if `write` is set.
 
     An array on a GPU is copied to the host, because torch cannot wait for MXNet's streams.
     """

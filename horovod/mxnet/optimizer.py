@@ -24,9 +24,9 @@ from horovod.mxnet.compression import Compression, Compressor
 
 
 def _options(arguments: dict[str, Any]) -> OptimizerOptions:
-    """Return the options that the `locals()` of a constructor are; ValueError if one is wrong.
+    """Return the options in the `locals()` of a constructor; ValueError if one is wrong.
 
-    `num_groups` is none of them: in MXNet it is not deprecated, and 0 has a meaning of its own.
+    `num_groups` is left out: in MXNet it is not deprecated, and 0 has a meaning of its own.
     """
     num_groups = arguments["num_groups"]
     if num_groups < 0:

@@ -1,10 +1,10 @@
-"""Tell statistics, timeline and profilers what the engine does, which has no other way to them.
+"""Tell statistics, timeline and profilers what the engine does; it tells them in no other way.
 
 Every channel has an `Observer`. Its rounds, its executor, the threads that wait and the prepared
-reductions tell it what happens: what was queued, agreed on, begun, ended, in which bytes. Here, and
-nowhere else in the engine, the time of a round is accounted for: until all ranks were there it is
-waiting, after that it is reducing, and what the background thread does while no thread of the
-program waits is hidden.
+reductions tell it what was queued, agreed on, begun and ended, and how many bytes that moved. Only
+here is the time of a round accounted for: until all ranks are there it counts as waiting, after
+that as reducing. Time of the background thread counts as hidden while no thread of the program
+waits.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _NOTHING = nullcontext()
 
 @dataclass
 class Trace:
-    """Who wants to see every operation of a job, such as its timeline while one is recorded."""
+    """Says who wants to see every operation of a job, such as a timeline that is recorded."""
 
     timeline: Timeline | None = None
-    members: dict[str, Sequence[str]] = field(default_factory=dict)  # of requests that are groups
-    shares_arrivals: bool = False  # whether ranks tell each other when they submitted; all or none
+    members: dict[str, Sequence[str]] = field(default_factory=dict)  # tensors of grouped requests
+    shares_arrivals: bool = False  # ranks tell each other when they submitted; equal on all ranks
     has_ranges: bool = False  # whether a tool or the log wants every operation
-    watched: bool = False  # whether any of these is wanted: then nothing takes the shortest way
+    watched: bool = False  # any of these is wanted: then no operation takes the shortest way
 
     def record(self, timeline: Timeline | None) -> None:
-        """Record into this one from now on."""
+        """Record into this timeline from now on; None ends the recording."""
         self.timeline = timeline
         self.watched = timeline is not None or self.shares_arrivals or self.has_ranges
 
@@ -75,7 +75,7 @@ class Observer:
             self._statistics.close(self.lane_counters)
 
     def is_watching(self) -> bool:
-        """Return whether every single operation is wanted: then none takes the shortest way."""
+        """Return whether somebody wants every operation: then none takes the shortest way."""
         return self.trace.watched or profiler_records()
 
     # -- threads of the program --------------------------------------------------------------
@@ -90,7 +90,7 @@ class Observer:
     def waiting(self, operation: Operation) -> Iterator[None]:
         """Surround a wait for another thread to run the operation.
 
-        What the background thread does meanwhile is waited for, not hidden.
+        What the background thread does meanwhile does not count as hidden.
         """
         counters = self.counters
         before = 0.0 if counters is None else counters.in_background()
@@ -102,7 +102,7 @@ class Observer:
                 counters.awaited += counters.in_background() - before
 
     def waited_for(self, operation: Operation, since: float) -> None:
-        """Note that a thread has waited for the operation's result since then (`perf_counter`)."""
+        """Note that a thread has waited for the result since `since` (`perf_counter`)."""
         timeline = self.trace.timeline
         if timeline is not None:
             timeline.waited(operation.name, since)
@@ -110,10 +110,10 @@ class Observer:
     # -- a round -----------------------------------------------------------------------------
 
     def begin_background(self) -> float:
-        """Note the beginning of a round that, as far as is known, nobody waits for.
+        """Note the beginning of a round for which no thread is known to wait.
 
         Returns:
-            What `end_background` needs: the seconds counted before the round.
+            The seconds counted before the round, for `end_background`.
         """
         counters = self.counters
         if counters is None:
@@ -122,7 +122,7 @@ class Observer:
         return counters.wait + counters.reduce
 
     def end_background(self, before: float) -> None:
-        """Note the end of that round."""
+        """Note the end of the round that `begin_background` began."""
         counters = self.counters
         if counters is not None:
             counters.background += counters.wait + counters.reduce - before
@@ -135,7 +135,7 @@ class Observer:
             timeline.mark_cycle()
 
     def waited(self, since: float) -> float:
-        """Count the time since then as waiting until all ranks were there; returns the time now."""
+        """Count the time from `since` on as waiting for all ranks; return the time now."""
         now = time.monotonic()
         if self.counters is not None:
             self.counters.wait += now - since
@@ -154,7 +154,7 @@ class Observer:
                 timeline.negotiate_end(operation.name)
 
     def agreed(self, operations: Sequence[Operation], first: int) -> float:
-        """Note that all ranks run these now, the first as the collective of that number.
+        """Note that all ranks run these operations now, as the collectives from `first` on.
 
         Returns:
             The time by `time.perf_counter`, for `arrived`; 0.0 if nobody wants to know it.
@@ -178,7 +178,7 @@ class Observer:
         return _NOTHING
 
     def activity(self, name: str, activity: str) -> AbstractContextManager[None]:
-        """Surround a phase of the operation of that name."""
+        """Surround a phase of the operation with this name."""
         timeline = self.trace.timeline
         return _NOTHING if timeline is None else timeline.activity(name, activity)
 
@@ -190,9 +190,9 @@ class Observer:
         reduces: bool = False,
         on_wire: int = 0,
     ) -> None:
-        """Count the time since then as moving these bytes, which `media` carried.
+        """Count the time from `since` on as moving these bytes, which `media` carried.
 
-        `reduces` says whether they were reduced as well, `on_wire` what was left on a network.
+        `reduces` says whether they were reduced as well; over a network only `on_wire` bytes went.
         """
         counters = self.counters
         if counters is not None:
@@ -203,9 +203,9 @@ class Observer:
     def reduced_inline(
         self, began: float, met: float, nbytes: int, saved: int, on_device: bool
     ) -> None:
-        """Count, in one call, an allreduce that took the shortest way; all ranks `met` in it.
+        """Count an allreduce that took the shortest way; at the time `met` all ranks were there.
 
-        Compression has kept `saved` bytes off the network. `on_device`: a device's library did it.
+        Compression kept `saved` bytes off the network; `on_device` says that a device reduced.
         """
         counters = self.counters
         if counters is None:
@@ -236,7 +236,7 @@ class Observer:
         return None if self.counters is None else DeviceTiming(device, stream)
 
     def end_on_device(self, timing: DeviceTiming, stream: Any) -> Any:
-        """Mark the end of that work; returns an event that others may wait for."""
+        """Mark the end of that work; return an event that other streams may wait for."""
         event = timing.end(stream)
         if self.counters is not None:
             self.counters.timings.append(timing)
@@ -248,9 +248,9 @@ class Observer:
     def ages_of(operations: Sequence[Operation], agreed: float) -> list[int]:
         """Return how many microseconds before `agreed` this rank had submitted each operation.
 
-        All ranks agree at the same time, as far as a message is fast, so that what tells how long
-        before needs no clock that they share. -1 stands for what this rank never submitted, because
-        it has joined.
+        All ranks agree at the same moment, except for the time of a message, so ages before that
+        moment can be compared without a common clock. The age is -1 for an operation that this rank
+        never submitted because it has joined.
         """
         now = agreed - time.perf_counter() + time.monotonic()
         return [
@@ -265,7 +265,7 @@ class Observer:
         agreed: float,
         ages: Sequence[Sequence[int]],
     ) -> None:
-        """Record when each rank had submitted these, from the `ages` of all ranks."""
+        """Record when each rank had submitted these operations, by the `ages` of all ranks."""
         timeline = self.trace.timeline
         if timeline is None:
             return

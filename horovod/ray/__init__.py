@@ -1,10 +1,10 @@
 """Horovod on a Ray cluster: `RayExecutor` starts ranks as Ray actors and calls functions on them.
 
-runner (`RayExecutor`) chooses an adapter: static (a fixed set of workers, placed by strategy) or
-elastic_v2 (workers that come and go: the elastic driver of `horovod.runner.elastic` with node_set
-as its hosts and discovery as its source of them). worker is the actor, coordinator says who is
-which rank and serves the job's store, logs brings what workers log to callbacks. train is the
-trainer for Ray Train; elastic keeps an older name. Needs ``pip install 'horovod[ray]'``.
+`runner` (`RayExecutor`) chooses an adapter: `static` (a fixed set of workers, for which `strategy`
+finds room) or `elastic_v2` (workers that come and go: the elastic driver of `horovod.runner` starts
+them on the hosts of `node_set`, which `discovery` finds). `worker` is the actor, `coordinator`
+numbers the ranks and serves the job's store, `logs` passes messages of workers to callbacks.
+`train` has the trainer for Ray Train, `elastic` an old name. Needs ``pip install 'horovod[ray]'``.
 """
 
 from __future__ import annotations

@@ -42,13 +42,13 @@ class Adapter(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the workers and give back what they occupied."""
+        """End the workers, and give back the resources that they occupied."""
 
 
 def as_call(
     fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
 ) -> Callable[[Any], Any]:
-    """Make a function of a worker's executable that calls ``fn(*args, **kwargs)`` without it."""
+    """Return a function that ignores a worker's executable and calls ``fn(*args, **kwargs)``."""
     if not callable(fn):
         raise ValueError(f"a function is needed to call on the workers, not {fn!r}")
     positional, named = tuple(args or ()), dict(kwargs or {})

@@ -1,8 +1,8 @@
 """An adapter on the cluster, for a process that reaches it through Ray Client.
 
 Such a process may be anywhere, so the workers could not connect to it. The adapter therefore runs
-in an actor; calls and results go through Ray. Callbacks are called here, with messages that are
-fetched from there.
+in an actor; calls and results go through Ray. Callbacks are called in this process, which fetches
+the messages from the actor.
 """
 
 from __future__ import annotations

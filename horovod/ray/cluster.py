@@ -1,6 +1,6 @@
-"""Questions to Ray about the cluster: is there one, which nodes, what do they have.
+"""Ask Ray about the cluster: whether there is one, which nodes it has, and what these offer.
 
-Used by strategy, discovery and node_set.
+`strategy`, `discovery` and `node_set` use this.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def require_ray() -> None:
 
 
 def through_client() -> bool:
-    """Whether this process reaches the cluster through Ray Client."""
+    """Return whether this process reaches the cluster through Ray Client."""
     return bool(ray.util.client.ray.is_connected())
 
 
@@ -41,7 +41,7 @@ def live_nodes() -> list[Mapping[str, Any]]:
 
 
 def slots_of(node: Mapping[str, Any], resources: Mapping[str, float]) -> int:
-    """Return how many workers with these needs fit on a node that runs nothing else."""
+    """Return how many workers that need these resources fit on a node that runs nothing else."""
     counts = [
         int(node["Resources"].get(name, 0) // amount)
         for name, amount in resources.items()
@@ -56,7 +56,7 @@ def describe_amounts(amounts: Mapping[str, float]) -> str:
 
 
 def describe_room(names: Iterable[str]) -> str:
-    """Say how much of these resources the cluster has and has free, in all and on each node.
+    """Describe how much of these resources the cluster has, and how much is free, by node.
 
     ``16 CPUs, of which 3 are free, on 2 nodes: 192.0.2.1 has 8 CPU (3 free); ...``
     """
@@ -105,8 +105,8 @@ def restore_sigterm() -> None:
 
 
 def kill(actors: Iterable[Any]) -> None:
-    """End actors at once; those that have ended already are fine."""
-    if ray.is_initialized():  # else the connection is gone, and they with it
+    """End actors at once; some of them may have ended already."""
+    if ray.is_initialized():  # otherwise the connection is gone, and the actors with it
         for actor in actors:
             ray.kill(actor, no_restart=True)
 

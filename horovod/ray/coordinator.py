@@ -1,4 +1,4 @@
-"""The ranks of a job on Ray: where each runs, and the store through which they find each other.
+"""Number the ranks of a job on Ray, and serve the store through which they find each other.
 
 The static adapter registers the workers that Ray has placed; the trainer for Ray Train does so for
 its worker group. Ranks belong together by Ray's node id: several nodes may be on one host.
@@ -29,7 +29,7 @@ class Coordinator:
     def __init__(self, settings: Any) -> None:
         self.settings = settings
         self.endpoints = StoreEndpoints(key_of(settings))
-        self._nodes: dict[str, list[int]] = {}  # the ranks of each, by node id
+        self._nodes: dict[str, list[int]] = {}  # ranks by node id
         self._hostnames: dict[str, str] = {}
         self._addresses: list[str] = []
         self._watcher = JobWatcher()
@@ -58,7 +58,7 @@ class Coordinator:
             self._addresses.append(address)
 
     def finalize_registration(self) -> dict[int, dict[str, str]]:
-        """Return the environment variables of each rank, which say where in the job it is."""
+        """Return the environment variables that tell each rank its numbers in the job."""
         nodes = {node: sorted(ranks) for node, ranks in self._nodes.items()}
         found = {}
         for node, ranks in nodes.items():
@@ -78,9 +78,9 @@ class Coordinator:
         return dict(sorted(found.items()))
 
     def establish_rendezvous(self) -> dict[str, str]:
-        """Serve the job's store where the nodes reach it; return the variables that tell the ranks.
+        """Serve the job's store where the nodes reach it; return the variables that say where.
 
-        They are the same for all: a rank that finds a better way (`request`) changes its own.
+        All ranks get the same ones: a rank that finds a better way (`request`) changes its own.
         """
         open_endpoints(self.endpoints, self._addresses or [LOOPBACK], nics_of(self.settings))
         address, port = self.endpoints.endpoints[0]
@@ -112,13 +112,13 @@ class Coordinator:
         return self.endpoints.question(nics_of(self.settings), self.settings.timeout_s)
 
     def close(self) -> None:
-        """End the job: close its store, and what watches it."""
+        """End the job: close its store and its watcher."""
         self._watcher.close()
         self.endpoints.close()
 
 
 def watch(store: MemoryStore, environ: Mapping[str, str], elastic: bool = False) -> JobWatcher:
-    """Open what watches a job, such as its dashboard, as these environment variables say."""
+    """Open the watcher of a job, such as its dashboard, as these environment variables say."""
     config = Config.from_env(environ)
     return open_watcher(config, environ, store, title="horovod.ray", say=say, elastic=elastic)
 

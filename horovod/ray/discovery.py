@@ -1,7 +1,7 @@
-"""The nodes of a Ray cluster as hosts of an elastic job.
+"""Offer the nodes of a Ray cluster as hosts of an elastic job.
 
-`ElasticAdapter` polls a `RayHostDiscovery`; a host's name is its node's address, as with Ray
-itself, and where several nodes have one address, all but the first have a part of their id in it.
+`ElasticAdapter` polls a `RayHostDiscovery`. A host's name is its node's address, as with Ray
+itself; of several nodes with one address, all but the first have a part of their id in the name.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RayHostDiscovery(HostDiscovery):
         """Return the live node with a name, as Ray describes it; None if there is none.
 
         Args:
-            name: Name, address, host name or id of the node. Also ``NAME`` of a resource
-                ``node:NAME`` that the node has: a node can stand for several hosts that way.
+            name: Name, address, host name or id of the node, or ``NAME`` of a resource
+                ``node:NAME`` that the node has: so a node can stand for several hosts.
         """
         nodes = self._live()
         if name in nodes:

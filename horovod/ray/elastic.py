@@ -1,6 +1,6 @@
 """`ElasticRayExecutor`: the older interface for elastic jobs; new programs use `RayExecutor`.
 
-Also where programs import `RayHostDiscovery` and `TestDiscovery` from.
+Programs import `RayHostDiscovery` and `TestDiscovery` from here, too.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class ElasticAdapter(Adapter):
         self._executable: Executable = (None, None, None)
 
     def start(self, executable: Executable, env: Mapping[str, str]) -> None:
-        """Remember what workers need; they start with the function, which is what they live for."""
+        """Remember what workers need; they start when a function is called, and end with it."""
         self._executable, self._env = executable, env
 
     def execute_remote(self, fn: Any) -> NoReturn:

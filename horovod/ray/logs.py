@@ -1,6 +1,6 @@
-"""What workers log with `ray_logger`, taken from the job's store and passed to callbacks.
+"""Take what workers log with `ray_logger` from the job's store, and pass it to callbacks.
 
-Used by both adapters while a function runs.
+Both adapters use this while a function runs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Messages:
         """Call the callbacks in a thread: a slow one holds up neither the job nor its workers.
 
         At the end of the block all messages have been delivered. An exception of a callback is
-        logged at once, since the job may take days, and raised there, unless the block itself
-        failed. The messages that come after it are dropped.
+        logged at once, since the job may take days; it is raised at the end of the block, unless
+        the block itself failed. The messages that come after it are dropped.
         """
         callbacks = callbacks or ()
         for callback in callbacks:

@@ -1,4 +1,4 @@
-"""The nodes of an elastic job on Ray: workers are actors, bound to the node that the driver chose.
+"""Start and stop the workers of an elastic job on Ray: actors on nodes that the driver chose.
 
 `elastic_v2` makes a `NodeSet` for the driver of `horovod.runner.elastic`, which decides where
 workers start and stop. Ray tells when an actor runs, ends or dies; that is reported to the driver
@@ -57,7 +57,7 @@ _KILL_SECONDS = 5.0
 
 @dataclass
 class ActorRequest:
-    """What every worker of a job is started with."""
+    """Describes how any worker of a job is started."""
 
     settings: Any
     needs: BaseParams
@@ -82,7 +82,7 @@ class _Worker:
     info: Any  # a reference to its `WorkerInfo`
     call: Future[Any]  # what it does now: it joins the job, or runs the function
     is_working: bool = False
-    is_killed: bool = False  # by this process
+    is_killed: bool = False  # whether this process has killed it
     asked_at: float = field(default_factory=time.monotonic)
 
 
@@ -107,7 +107,7 @@ class NodeSet(HostSet):
         self._workers: dict[int, _Worker] = {}
         self._closed = False
         self._obstacle = ""  # what was said last about workers that do not start
-        self._waiting: list[str] = []  # those workers
+        self._waiting: list[str] = []  # the workers that this text is about
         self._next_look = 0.0  # when Ray is asked again
         self._next_text = 0.0  # when the text changes though the same workers wait
         self._mailbox = Mailbox()
@@ -180,7 +180,7 @@ class NodeSet(HostSet):
         )
         info = actor.describe.remote()
         if request.needs.use_gpu:
-            # Its local rank will be its slot, unless others come or go before it begins.
+            # The worker's local rank will be its slot, unless others come or go before it begins.
             actor.share_gpus.remote(index, int(found["Resources"].get("GPU", 0)))
         settings = request.settings
         joined = actor.join.remote(
@@ -198,7 +198,7 @@ class NodeSet(HostSet):
         self._workers[worker] = _Worker(worker, node, actor, info, call)
 
     def obstacle(self) -> str:
-        """Say which workers wait for room on their node, and how much the cluster has.
+        """Return which workers wait for room on their node, and how much the cluster has.
 
         Ray is asked now and then; while the same workers wait, the text stays for a while.
         """
@@ -215,7 +215,7 @@ class NodeSet(HostSet):
         return self._obstacle
 
     def _crowded_out(self, now: float) -> list[str]:
-        """Name the workers that do not run after a while, and for which their node has no room."""
+        """Return the workers that have not started for a while because their node has no room."""
         starting = {w.info: w for w in self._workers.values() if not w.is_working}
         since = min((worker.asked_at for worker in starting.values()), default=now)
         if now - since < SILENT_SECONDS:
@@ -314,7 +314,7 @@ class NodeSet(HostSet):
         wait([worker.call for worker in working], timeout=grace)
         self.ends += [self._end_of(worker, worker.call) for worker in working if worker.call.done()]
         kill(worker.actor for worker in self._workers.values())
-        # They are gone before the store is, so none complains that it cannot reach the store.
+        # Wait for their end before the store closes: they would complain that it is out of reach.
         wait([worker.call for worker in self._workers.values()], timeout=_KILL_SECONDS)
         self._workers.clear()
         self._mailbox.close()

@@ -1,4 +1,4 @@
-"""How many workers a job has and what each of them needs. The adapters are made with these."""
+"""Describe how many workers a job has and what each needs, for the adapters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BaseParams:
 
     @property
     def resources(self) -> dict[str, float]:
-        """What Ray has to find for each worker."""
+        """The resources that Ray has to find for each worker."""
         wanted = {"CPU": self.cpus_per_worker, "GPU": self.gpus}
         return {name: float(amount) for name, amount in wanted.items() if amount}
 
@@ -63,8 +63,7 @@ class StaticParams(BaseParams):
 
 @dataclass(kw_only=True)
 class ElasticParams(BaseParams):
-    """A number of workers that may change. `override_discovery`: nodes are found by Ray even if
-    the settings have a discovery of their own."""
+    """A number of workers that may change; with `override_discovery` Ray finds their nodes."""
 
     min_workers: int = 1
     max_workers: int | None = None

@@ -1,4 +1,4 @@
-"""``horovod.ray.ray_logger.log``: a worker tells the driver something while it runs.
+"""Let a worker send messages to the driver while it runs, with ``horovod.ray.ray_logger.log``.
 
 What a worker logs is passed to every callback of `RayExecutor.run` or `execute`, on the driver. It
 travels through the job's own store: see `logs`.

@@ -264,7 +264,7 @@ class RayExecutor:
         return self._running().execute_single(fn)
 
     def shutdown(self) -> None:
-        """End the workers and give back what they occupied. It may be called twice."""
+        """End the workers, and give back the resources that they occupied; may be called twice."""
         adapter, self.adapter = self.adapter, None
         if adapter is not None:
             adapter.shutdown()

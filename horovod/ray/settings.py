@@ -15,7 +15,7 @@ class MiniSettings:
 
     `timeout_s` is how long the ranks may take to find each other once they run,
     `placement_group_timeout_s` how long Ray may take to find room for them. `nics` are the
-    interfaces to keep the traffic on. What concerns ssh has no effect: Ray starts the processes.
+    interfaces to keep the traffic on. Settings for ssh have no effect: Ray starts the processes.
     """
 
     nics: Collection[str] | None = None

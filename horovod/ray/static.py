@@ -1,7 +1,7 @@
-"""Jobs with a fixed set of workers, which live from `start` to `shutdown`.
+"""Run jobs with a fixed set of workers, which live from `start` to `shutdown`.
 
-`RayExecutor` uses it. Workers are placed by strategy, numbered by coordinator, and then run one
-function after the other. A function that fails on one rank ends it on all.
+`RayExecutor` uses this. `strategy` finds room for workers and `coordinator` numbers them; then they
+run one function after the other. A function that fails on one rank is ended on all.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StaticAdapter(Adapter):
         strategy = self.strategy = self._make_strategy()
         workers = strategy.create_workers()
         infos = self._infos_of(strategy, workers)
-        # The ranks of a node are neighbours, whatever order Ray has filled the nodes in.
+        # Ranks of a node are neighbours, in whatever order Ray has filled the nodes.
         nodes = list(dict.fromkeys(info.node_id for info in infos))
         order = sorted(range(len(infos)), key=lambda i: nodes.index(infos[i].node_id))
         self.workers = [workers[i] for i in order]
@@ -112,7 +112,7 @@ class StaticAdapter(Adapter):
         return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(found))}
 
     def shutdown(self) -> None:
-        """End the workers; may be called at any time, and twice."""
+        """End the workers; this may be called at any time, and twice."""
         strategy, self.strategy = self.strategy, None
         coordinator, self._coordinator = self._coordinator, None
         self.workers, self._infos, self._messages = [], [], None

@@ -1,6 +1,6 @@
-"""Where the workers of a static job run: placement groups, and the actors in them.
+"""Reserve placement groups for the workers of a static job, and start the actors in them.
 
-`ColocatedStrategy` is ``num_hosts`` x ``num_workers_per_host``, `PGStrategy` is ``num_workers``.
+`ColocatedStrategy` starts ``num_hosts`` x ``num_workers_per_host``, `PGStrategy` ``num_workers``.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class BaseStrategy(ABC):
     def await_start(self, wait: Callable[[float], bool], seconds: float) -> None:
         """Wait for Ray, and say what is missing if it takes long.
 
-        `wait` takes seconds and tells whether Ray has done its part then. `TimeoutError` where it
-        has not after `seconds`.
+        `wait` waits for some seconds, and returns whether Ray has done its part. If it has not
+        after `seconds`, `TimeoutError` is raised.
         """
         first = min(SILENT_SECONDS, seconds)
         if wait(first):
@@ -83,7 +83,7 @@ class BaseStrategy(ABC):
         return f"room in the Ray cluster for {self.describe()}. The cluster has {room}"
 
     def shutdown(self) -> None:
-        """End the workers, and give their room back if we reserved it."""
+        """End the workers, and give back the resources that we reserved for them."""
         workers, self._workers = self._workers, []
         kill(workers)
         group, self._created_placement_group = self._created_placement_group, None
@@ -115,7 +115,7 @@ class BaseStrategy(ABC):
 
 
 class ColocatedStrategy(BaseStrategy):
-    """The same number of workers on each of several nodes."""
+    """Starts the same number of workers on each of several nodes."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class ColocatedStrategy(BaseStrategy):
 
 
 class PGStrategy(BaseStrategy):
-    """A number of workers on as few nodes as possible, or inside a placement group that exists."""
+    """Starts workers on as few nodes as possible, or inside an existing placement group."""
 
     def __init__(
         self,

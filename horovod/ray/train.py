@@ -27,7 +27,7 @@ __all__ = ["HorovodConfig", "HorovodTrainer"]
 
 @dataclass
 class HorovodConfig(BackendConfig):
-    """How the workers of a `HorovodTrainer` find each other.
+    """Configures how the workers of a `HorovodTrainer` find each other.
 
     Args:
         nics: Names of the network interfaces to use between the nodes. By default every worker
@@ -64,7 +64,7 @@ class HorovodConfig(BackendConfig):
         return _stopping_the_engine
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what Ray Train may show of it: not the key."""
+        """Return the fields that Ray Train may show, without the key."""
         return {"nics": sorted(self.nics or ()), "timeout_s": self.timeout_s}
 
 

@@ -15,10 +15,10 @@ __all__ = ["detect_nics", "nics_to_env_var"]
 def detect_nics(
     settings: Any, all_host_names: Sequence[str] = (), node_workers: Sequence[Any] | None = None
 ) -> list[str]:
-    """The interfaces for the traffic between workers: those of the settings, or those that have
-    the address by which Ray knows a node, on all nodes of `node_workers`.
+    """Return the interfaces for traffic between workers: those that the settings name, or those
+    with the address by which Ray knows a node, on all nodes of `node_workers`.
 
-    Jobs need no call of this: every worker finds its way by itself.
+    Jobs need not call this: every worker finds its way by itself.
     """
     if nics_of(settings):
         return nics_of(settings)

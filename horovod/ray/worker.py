@@ -1,8 +1,8 @@
 """The Ray actor that is one rank of a job.
 
-Made by strategy (static jobs), node_set (elastic jobs) or by anybody who wants a rank of their own:
-``ray.remote(BaseHorovodWorker)``. It imports neither torch nor any other framework; the function
-that it is given does.
+`strategy` (static jobs), `node_set` (elastic jobs), and programs that want a rank of their own
+(``ray.remote(BaseHorovodWorker)``) make it. It imports neither torch nor any other framework; the
+function that it is given does.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How an elastic worker's function ended."""
+    """The end of an elastic worker's function."""
 
-    code: int  # a process would have it as its exit code
-    finished: bool = False  # the function returned; else it failed, or the worker had to leave
+    code: int  # the exit code that a process would have
+    finished: bool = False  # whether the function returned; if not, it failed or had to leave
     rank: int | None = None
     value: Any = None
     failure: Failure | None = None
@@ -132,7 +132,7 @@ class BaseHorovodWorker:
         except BaseException as error:
             stop_engine()
             where = f"raised on {_who()}"
-            if not isinstance(error, Exception):  # it would end the actor without a word
+            if not isinstance(error, Exception):  # such as SystemExit, which would end the actor
                 kind = type(error).__qualname__
                 raise RuntimeError(f"the function raised {kind}({error}); {where}") from error
             if hasattr(error, "add_note"):  # Python 3.11

@@ -1,11 +1,11 @@
 """Start jobs: the ``horovodrun`` command, and ``horovod.run``.
 
-`launch` is the command; `check_build` and `scaling` (with `scaling_report`) do what its options of
-these names ask for. The rest is in folders, each of which imports only those after it: `functions`
-(``horovod.run``), `jobs` (fixed ranks), `elastic` (ranks that come and go), `options` (the command
-line), `agents` (the processes on the hosts) and `dashboard`, `output` (what people see), `slots`
-(on which host each rank runs). In `compute_service` the processes of TensorFlow's data service find
-each other. `_upstream` makes modules that only Horovod 0.28.1 had (docs/old_names.md).
+`launch` is the command; `check_build`, `plan` and `scaling` are its options of these names. The
+rest is in folders, each of which imports only those after it: `functions` (``horovod.run``), `jobs`
+(fixed ranks), `elastic` (ranks that come and go), `options` (the command line), `agents` (the
+processes on the hosts), `output` (what people see), `slots` (on which host each rank runs). In
+`compute_service` the processes of TensorFlow's data service find each other. `_upstream` makes
+modules that only Horovod 0.28.1 had (docs/old_names.md).
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class ComputeClient:
         self._check(dispatcher_id)
         entry = f"dispatcher/{dispatcher_id}"
         with self._service_errors():
-            if self._store.add(f"{entry}/claims", 1) == 1:
+            if self._store.add(f"{entry}/claims", 1) == 1:  # `add` is atomic: only one is first
                 self._store.set(f"{entry}/address", dispatcher_address.encode())
                 return
             known = self._store.get(f"{entry}/address", _CLAIM_TIMEOUT).decode()

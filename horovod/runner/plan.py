@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-GOOD = 0.95  # of the speed without communication: what is recommended reaches it if anything does
-FORWARD = 1 / 3  # of a step, in which nothing is sent: backward takes twice as long
+GOOD = 0.95  # share of the speed without communication that a recommended way reaches, if any does
+FORWARD = 1 / 3  # share of a step, in which nothing is sent: backward takes twice as long
 FEW_HOSTS = 8  # up to which everybody exchanges parts with everybody at once
 FIRST_BURST = 10 * 1460  # bytes that TCP sends at first, after a pause
 SLACK = 1.5  # how much longer than computed a fragment may travel before a step waits for it
@@ -21,7 +21,7 @@ SLACK = 1.5  # how much longer than computed a fragment may travel before a step
 
 @dataclass(frozen=True)
 class Link:
-    """What connects each host to all others: seconds one way, and bytes per second each way."""
+    """The link of each host to all others: seconds one way, and bytes per second each way."""
 
     latency: float
     bandwidth: float
@@ -44,7 +44,7 @@ class PlannedJob:
         return 2 * rounds * self.link.latency + part * self.sent(bits) / self.link.bandwidth
 
     def agreement(self) -> float:
-        """Return the seconds in which the hosts agree to begin an exchange."""
+        """Return the seconds that the hosts need to agree to begin an exchange."""
         return math.ceil(math.log2(self.hosts)) * self.link.latency
 
     def slow_start(self, bits: int, part: float) -> float:
@@ -68,7 +68,7 @@ class Way:
     """One way to train: what is sent, how often, and whether it travels beside training."""
 
     title: str
-    bits: int = 32  # of an element on the link
+    bits: int = 32  # bits of an element on the link
     local_steps: int = 0  # 0: gradients, in every step
     fragments: int = 1  # more than one: each travels beside training
 

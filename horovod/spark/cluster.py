@@ -1,4 +1,4 @@
-"""What the Spark cluster of the active session offers: slots, executors, the driver's address.
+"""Ask Spark what the cluster of the active session has: slots, executors, the driver's address.
 
 `runner` asks before it starts a job, and again when too few tasks have started.
 """
@@ -76,7 +76,7 @@ class Cluster:
     """The cluster behind a SparkContext, and what each task of a job asks of it."""
 
     def __init__(self, context: Any, resource_profile: Any = None) -> None:
-        """`resource_profile` is a `pyspark.resource.ResourceProfile`, or None for Spark's own."""
+        """Take a `pyspark.resource.ResourceProfile`, or None for Spark's own."""
         self.context = context
         self.resource_profile = resource_profile
         self._conf = context.getConf()
@@ -106,8 +106,8 @@ class Cluster:
     def slots(self) -> int | None:
         """How many tasks the present executors can run at once; None if Spark does not tell.
 
-        PySpark has no public function for it. What it calls inside Java looks at classes that not
-        every installation of Spark has complete.
+        PySpark has no public function for it, so this asks Spark's Java side, where it fails in
+        installations that lack some classes.
         """
 
         def ask() -> int:
@@ -126,7 +126,7 @@ class Cluster:
         return str(self._conf.get("spark.dynamicAllocation.enabled", "false")).lower() != "true"
 
     def describe_offer(self) -> str:
-        """Say what the cluster has, such as ``2 slots in 2 executors (worker-1, worker-2)``."""
+        """Describe the cluster, such as ``2 slots in 2 executors (worker-1, worker-2)``."""
         slots = self.slots
         if slots is None:
             text = "an unknown number of slots"
@@ -162,7 +162,7 @@ class Cluster:
         return hosts
 
     def driver_addresses(self, nics: Sequence[str] = ()) -> tuple[str, str]:
-        """Return the address to listen at for tasks, and the one under which executors reach it."""
+        """Return the address to listen at for tasks, and the one at which executors reach it."""
         if nics:
             for nic in nics:
                 address = interface_address(nic)

@@ -1,13 +1,13 @@
 """Settings of Spark that decide whether failed tasks, executors and nodes are used again.
 
-For ``run_elastic``, whose failing workers make their Spark tasks fail: give some of these pairs to
-the session that is created::
+They are for ``run_elastic``, whose failing workers make their Spark tasks fail: give some of these
+pairs to the session that is created::
 
     SparkSession.builder.config(*SPARK_CONF_ALWAYS_RESTART_FAILED_TASK)
 
-Spark counts failures only where excluding is enabled; there "reuse" means that failures never count
-against an executor or node, "don't reuse" that the first does. "In app" is about the whole
-application, the others about one stage.
+Spark counts failures only where excluding is enabled. "Reuse" then means that failures never count
+against an executor or node, "don't reuse" that the first failure excludes it. "In app" is about the
+whole application, the others about one stage.
 """
 
 from __future__ import annotations

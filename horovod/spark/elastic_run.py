@@ -1,8 +1,8 @@
-"""An elastic job on Spark tasks. `runner.run_elastic` calls `run_elastic_tasks`.
+"""Run an elastic job on Spark tasks. `runner.run_elastic` calls `run_elastic_tasks`.
 
-Every attempt of a task is a host of its own to the elastic driver: it comes when the task
-connects, and goes when the connection does. Spark starts tasks that failed again, and tasks for
-which there was no room once executors come.
+For the elastic driver every attempt of a task is a host of its own: it comes when the task
+connects, and goes when the connection ends. Spark restarts tasks that failed, and starts tasks that
+found no room when new executors come.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run_elastic_tasks(setup: JobSetup, limits: Limits) -> list[Any]:
         raise_failures(setup.store, _drive(setup, server, spark_job, limits))
         results = collect_results(setup.store, limits.min_np)
         if len(server.partitions()) < limits.max_np:
-            spark_job.cancel()  # tasks that still wait for room have nothing to do any more
+            spark_job.cancel()  # otherwise tasks that wait for room would still start
     return results
 
 

@@ -1,7 +1,7 @@
-"""Waiting for the tasks of a job, checking what they have installed, and giving them ranks.
+"""Wait for the tasks of a job, check what they have installed, and give them ranks.
 
-`runner` calls `gather` once Spark has been asked for tasks. The rest is pure: from what the tasks
-said about themselves to errors and ranks.
+`runner` calls `gather` after it has asked Spark for tasks. The other functions are pure: from what
+the tasks said about themselves they make errors and ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def gather(
 
 
 def too_few(cluster: Cluster, count: int, found: int, timeout: float) -> str:
-    """Say how many tasks are missing, and what to do about it."""
+    """Return a message about the missing tasks that says what to do."""
     return (
         f"timed out waiting for Spark tasks to start: {count} are needed at once, and {found} "
         f"{'has' if found == 1 else 'have'} started within {timeout:g} s (start_timeout). The "
@@ -117,7 +117,7 @@ def installed_torch() -> str | None:
 
 
 def _release(version: str) -> str:
-    """Cut off what names the build: CPU and GPU builds of a release get along."""
+    """Return a version without its build: CPU and GPU builds of one release work together."""
     return version.partition("+")[0]
 
 
@@ -135,7 +135,7 @@ class TaskAssignment:
 
 
 def assign_ranks(links: Sequence[TaskLink]) -> list[TaskAssignment]:
-    """Give tasks ranks: those of a host are neighbours, the first partition's host is first."""
+    """Give tasks ranks host by host, beginning with the host of the first partition."""
     by_host: dict[str, list[TaskLink]] = {}
     for link in sorted(links, key=lambda each: each.info.partition):
         by_host.setdefault(link.info.host, []).append(link)

@@ -1,7 +1,7 @@
-"""``HorovodRunner``: a function on all ranks, as the package ``sparkdl`` and Databricks had it.
+"""Call a function on all ranks with ``HorovodRunner``, as in the package ``sparkdl``.
 
 Users call it in a Spark driver. It is a small front of ``horovod.spark.run`` and ``horovod.run``,
-for programs that were written for it.
+for programs that were written for it or for Databricks.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def log_to_driver(message: str) -> None:
 
 
 class _MarkedLines:
-    """A stream that passes on messages of ranks to the driver, and the launcher's; nothing else."""
+    """A stream that passes on messages of the ranks and of the launcher, and drops all else."""
 
     def __init__(self, target: TextIO, word: str) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""What jobs of fixed ranks and elastic jobs on Spark share, made from the arguments of `runner`."""
+"""Prepare jobs on Spark, with fixed ranks and elastic ones, from the arguments of `runner`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class JobSetup:
     """A job that is ready to be started."""
 
     cluster: Cluster
-    store: MemoryStore  # with the call
+    store: MemoryStore  # contains the call
     listen: str  # the driver's address for tasks
     ticket: Ticket
     console: Console
@@ -49,7 +49,7 @@ class JobSetup:
         return [self.ticket.executable or "", "-m", "horovod.runner.functions.run_task"]
 
     def open_watcher(self, elastic: bool = False) -> JobWatcher:
-        """Open what watches the job, such as its live page, as the driver's environment says."""
+        """Open the watcher of the job, such as its live page, as the driver's environment says."""
         return open_watcher(
             Config.from_env(),
             os.environ,
@@ -60,12 +60,12 @@ class JobSetup:
         )
 
     def open_job(self, watcher: JobWatcher) -> JobController:
-        """Return the controller of the job, in whose store the call is."""
+        """Return the controller of the job, whose store contains the call."""
         return JobController(self.console, store=self.store, key=self.ticket.key, watcher=watcher)
 
     @contextmanager
     def open_tasks(self, count: int, *, barrier: bool) -> Iterator[tuple[TaskServer, SparkJob]]:
-        """Ask Spark for tasks, and give the server to which they connect and their Spark job.
+        """Ask Spark for tasks, and yield the server to which they connect, and their Spark job.
 
         At the end of the block the tasks end; if it fails, they are cancelled.
         """
@@ -80,7 +80,7 @@ class JobSetup:
                 raise
         finally:
             server.close()
-        job.wait()
+        job.wait()  # the tasks end because the server has let them go
 
 
 def make_setup(

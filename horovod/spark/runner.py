@@ -1,8 +1,8 @@
-"""``horovod.spark.run`` and ``run_elastic``: a Spark task for every process of a job.
+"""Run jobs whose processes are Spark tasks: ``horovod.spark.run`` and ``run_elastic``.
 
-Users call them in a Spark driver, in any thread. The tasks hold the slots and carry an agent of
-the launcher each; everything above the agents is what ``horovod.run`` uses: its store, its report
-of failures, its elastic driver.
+Users call them in a Spark driver, in any thread. Each task holds a slot and runs an agent of the
+launcher; everything above the agents is what ``horovod.run`` uses: its store, its report of
+failures, its elastic driver.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Spark job that holds the slots: started in a thread of its own, cancelled as a group.
+"""Start the Spark job that holds the slots, in a thread of its own, and cancel it as a group.
 
 `runner` starts one for each call. Its tasks are `task.relay.serve`.
 """
@@ -43,7 +43,7 @@ class SparkJob:
         self._num_tasks = num_tasks
         self._barrier = barrier
         self._ended = ended
-        # With the caller's local properties, such as the pool of the fair scheduler.
+        # This thread inherits the caller's properties, such as the pool of the fair scheduler.
         self._thread: threading.Thread = InheritableThread(target=self._run, daemon=True)
         self._thread.start()
 

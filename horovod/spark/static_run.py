@@ -1,4 +1,4 @@
-"""A job with a fixed number of ranks on Spark tasks. `runner.run` calls `run_static`."""
+"""Run a job with a fixed number of ranks on Spark tasks. `runner.run` calls `run_static`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from horovod.spark.task_link import TaskLink
 
 
 def run_static(setup: JobSetup, num_proc: int) -> list[Any]:
-    """Return what each rank returned, or raise what went wrong, with nothing left running."""
+    """Return the results by rank, or raise the failure; nothing is left running."""
     cluster, ticket = setup.cluster, setup.ticket
     check_slots(cluster, num_proc)
     # Barrier tasks start all at once or not at all: two jobs cannot each hold half the slots.

@@ -1,6 +1,6 @@
-"""Where the output of workers on Spark appears: this process's streams, or ones that were given.
+"""Write the output of workers on Spark to this process's streams, or to given ones.
 
-Notebooks replace ``sys.stdout`` by an object without a descriptor; so this console writes text.
+Notebooks replace ``sys.stdout`` by an object without a descriptor, so this console writes text.
 """
 
 from __future__ import annotations

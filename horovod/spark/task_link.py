@@ -1,6 +1,6 @@
-"""One Spark task, seen from the driver: where it runs, and the line to its agent.
+"""Represent Spark tasks in the driver: where each runs, and the connection to its agent.
 
-`TaskServer` is where the tasks of a job connect: `runner` opens one before it starts the Spark job.
+The tasks of a job connect to a `TaskServer`, which `runner` opens before it starts the Spark job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class TaskInfo:
     """Facts about a task, from the task itself."""
 
     partition: int
-    attempt: tuple[int, int]  # Spark's, unlike any other of the application, and ours within it
+    attempt: tuple[int, int]  # Spark's id, unique in the application, and our number within it
     host: str  # equal for tasks that share a host
     hostname: str
     python: str
@@ -36,7 +36,7 @@ class TaskInfo:
 
 
 class TaskLink(ChannelLink):
-    """The driver's end of the line to a task."""
+    """The driver's end of the connection to a task."""
 
     def __init__(self, channel: LinkChannel, info: TaskInfo) -> None:
         super().__init__(channel)
@@ -57,7 +57,7 @@ class TaskServer(LinkServer[TaskLink]):
         return TaskLink(channel, TaskInfo.from_message(hello))
 
     def newest(self) -> dict[int, TaskLink]:
-        """Return the living tasks, the newest attempt of each partition."""
+        """Return the link to the newest living attempt of each partition."""
         found: dict[int, TaskLink] = {}
         for link in self.living():
             older = found.get(link.info.partition)

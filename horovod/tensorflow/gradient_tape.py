@@ -52,11 +52,11 @@ class _Distributed:
         return tf.nest.pack_sequence_as(sources, reduced)
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the jacobian of this rank, not reduced."""
+        """Return the jacobian of this rank alone; it is not reduced."""
         return self._plain.jacobian(*args, **kwargs)
 
     def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batch jacobian of this rank, not reduced."""
+        """Return the batch jacobian of this rank alone; it is not reduced."""
         return self._plain.batch_jacobian(*args, **kwargs)
 
     def register_local_source(self, source: Any) -> None:

@@ -43,7 +43,7 @@ if typing.TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Return what few scripts use, imported when one first asks for it."""
+    """Import `elastic`, `hooks` or `graphed` when a script first asks for it: few do."""
     if name in ("elastic", "hooks"):
         return importlib.import_module(f"horovod.torch.{name}")
     if name == "graphed":

@@ -52,8 +52,8 @@ class BF16Compressor(_CastCompressor):
 class EightBitCompressor(Compressor):
     """Sends floating-point tensors in 8 bits, with a scale for every 256 elements.
 
-    What is added up is not what travels, so that it is not made of two functions: the transport
-    does it, or a communication hook.
+    Such numbers cannot be added up as they are, so a pair of functions around an allreduce does not
+    do: the transport compresses, or a communication hook.
     """
 
     name: str
@@ -82,12 +82,12 @@ class FP8Compressor(EightBitCompressor):
     dtype = torch.float8_e4m3fn
 
 
-# The types of those that convert and do nothing else.
+# The types of the compressors that do nothing but convert.
 NARROW: dict[type[Compressor], torch.dtype] = {
     each: each.dtype for each in (FP16Compressor, BF16Compressor)
 }
 
-# The types in which the transport can send between hosts.
+# The types in which the transport can send between hosts, by compressor.
 _ON_THE_WIRE: dict[type[Compressor], torch.dtype] = {
     **NARROW,
     **{each: each.dtype for each in (Int8Compressor, FP8Compressor)},
@@ -97,16 +97,16 @@ _ON_THE_WIRE: dict[type[Compressor], torch.dtype] = {
 def wire_type(
     compression: type[Compressor], params: Sequence[tuple[str, torch.nn.Parameter]]
 ) -> torch.dtype | None:
-    """The type in which gradients may travel between hosts, with full precision inside a host.
+    """Return the type in which gradients travel between hosts, at full precision inside a host.
 
-    None where that is not what the compressor means, or not all gradients are in host memory.
+    None for other compressors, and unless all parameters are float32 or float64 in host memory.
     """
     wide = all(param.is_cpu and param.dtype in _WIDE for _, param in params)
     return _ON_THE_WIRE.get(compression) if wide else None
 
 
 def wire_type_of(compression: type[Compressor], tensor: torch.Tensor) -> torch.dtype | None:
-    """Return the same for a single tensor."""
+    """Return what `wire_type` does, for a single tensor."""
     return _ON_THE_WIRE.get(compression) if tensor.is_cpu and tensor.dtype in _WIDE else None
 
 
@@ -122,7 +122,7 @@ def eight_bit_type(
         return None
     for tensor in tensors:
         if wire_type_of(compression, tensor) is None or tensor.requires_grad:
-            compression.compress(tensor)  # which says what can
+            compression.compress(tensor)  # raises, and says what works
     return _ON_THE_WIRE[compression]
 
 
@@ -134,7 +134,7 @@ def is_eight_bit(compression: object) -> bool:
 class Compression:
     """The compressors to choose from: `none`, `fp16`, `bf16`, `fp8` and `int8`.
 
-    In 8 bits every 256 elements share a scale; ranks add up in float32, and send the sum in 8 bits.
+    In 8 bits every 256 elements share a scale. Sums are made in float32, and sent in 8 bits again.
 
     Examples:
         >>> hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.bf16)

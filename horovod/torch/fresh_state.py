@@ -1,9 +1,9 @@
 """The state that an optimizer begins with, before its first step.
 
 Optimizers of torch make it in their first step. `broadcast_optimizer_state` makes it earlier,
-because scripts look at it afterwards, and so that training goes on exactly as if nobody had:
-no parameter, gradient or step count changes. Parameters without a gradient get one of zeros, as
-in Horovod 0.28.1, whose scripts broadcast them.
+because scripts look at it afterwards. Training then goes on exactly as if nobody had made it: no
+parameter, gradient or step count changes. Parameters without a gradient get one of zeros, as in
+Horovod 0.28.1, whose scripts broadcast gradients.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ logger = get_logger(__name__)
 
 
 def fill(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state of an optimizer that has none; an optimizer that has none to make keeps none.
+    """Make the state of an optimizer that has none yet.
 
-    Where that is not possible the state is left empty: the first step makes it.
+    It stays empty where the optimizer keeps none, or only its first step can make it.
     """
     try:
         if hasattr(optimizer, "_init_group"):
@@ -44,7 +44,7 @@ def fill(optimizer: torch.optim.Optimizer) -> None:
 def zero_missing_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
     """Give zeros as gradient to the trained parameters of an optimizer that have none.
 
-    They are sparse where the gradient will be: a dense one would make it dense.
+    Zeros are sparse where the gradient will be: added to dense ones, it would become dense.
     """
     is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
     tables = {
@@ -60,21 +60,21 @@ def zero_missing_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Mod
 
 
 def _initialise(optimizer: Any) -> None:
-    """Have the optimizer do what it does at the beginning of its first step."""
+    """Make the state by what torch's optimizers call at the beginning of a step, `_init_group`."""
     lists = len(inspect.signature(optimizer._init_group).parameters) - 1
     for group in optimizer.param_groups:
         for parameter in _trained(group):
             with _zero_gradient(parameter):
                 optimizer._init_group({**group, "params": [parameter]}, *([] for _ in range(lists)))
             if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
-                # Only its first step makes this one, from the first gradient: what zeros come to
-                # as well, unless the gradient is dampened.
+                # SGD makes this buffer in its first step, from the gradient. With a buffer of zeros
+                # the step computes the same, unless the gradient is dampened.
                 buffer = None if group["dampening"] else torch.zeros_like(parameter)
                 optimizer.state[parameter]["momentum_buffer"] = buffer
 
 
 def _take_from_a_trial(optimizer: torch.optim.Optimizer) -> None:
-    """A step with gradients of zero, of another optimizer on other parameters."""
+    """Take the state from a step of a copy of the optimizer, on stand-ins with zero gradients."""
     trial: Any = copy.copy(optimizer)
     trial.state = collections.defaultdict(dict)
     sparse = isinstance(trial, torch.optim.SparseAdam)
@@ -91,7 +91,7 @@ def _take_from_a_trial(optimizer: torch.optim.Optimizer) -> None:
     for parameter, stand_in in stand_ins.items():
         entries = dict(trial.state[stand_in])
         if "step" in entries:
-            entries["step"] = entries["step"] * 0  # a number or a tensor: none was made
+            entries["step"] = entries["step"] * 0  # a number or a tensor; the trial does not count
         optimizer.state[parameter] = entries
 
 

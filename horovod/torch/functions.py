@@ -39,28 +39,28 @@ Tensor = torch.Tensor
 class _TensorForm:
     """Stands for a tensor in the root's description."""
 
-    name: str  # of the broadcast that brings its content
+    name: str  # name of the broadcast that brings its content
     shape: tuple[int, ...]
     dtype: torch.dtype
-    beside_parameter: bool  # on its parameter's device, or on the CPU
-    is_part: bool  # of a DTensor that is laid out like its parameter
+    beside_parameter: bool  # whether it is on its parameter's device; else it is on the CPU
+    is_part: bool  # whether it is a DTensor, laid out like its parameter
 
 
 @breaks_graph("call it outside of compiled code")
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """Overwrite parameters with the root's, in place.
 
-    Of a DTensor each rank gets the part that it holds, from the rank that holds it in the root's
-    copy of the model.
+    Each rank gets the part that it holds of a DTensor from the rank that holds the same part in the
+    root's copy of the model.
 
     Args:
         params: A dict of tensors such as ``model.state_dict()``, or a list of tensors or of
             ``(name, tensor)`` tuples such as ``list(model.named_parameters())``.
-        root_rank: The rank whose values all get.
+        root_rank: The rank whose values all ranks get.
 
     Raises:
-        ValueError: `params` is something else, or has something else than tensors, or a rank
-            holds a part of a DTensor that the root's copy does not have.
+        ValueError: `params` is neither, or it has anything but tensors in it, or a rank holds a
+            part of a DTensor that the root's copy does not have.
 
     Examples:
         >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -99,17 +99,17 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the root's optimizer state and options (learning rates, ...).
 
-    Also where the root's optimizer is fresh: then all have the state that it begins with. The
+    If the root's optimizer has not taken a step, all ranks get the state that it begins with. The
     Python types of options are kept. On a rank whose optimizer had no state, parameters without a
     gradient get one of zeros, so that a script can broadcast gradients as well.
 
     Args:
-        optimizer: Any torch optimizer but LBFGS, also a distributed one.
-        root_rank: The rank whose state all get.
+        optimizer: Any torch optimizer except LBFGS, wrapped by `DistributedOptimizer` or not.
+        root_rank: The rank whose state all ranks get.
         model: The model, if it has embeddings with ``sparse=True``: their zeros are sparse, too.
 
     Raises:
-        ValueError: The optimizers of the ranks have different parameters, or it is LBFGS.
+        ValueError: The ranks' optimizers have different parameters, or `optimizer` is LBFGS.
 
     Examples:
         >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -173,7 +173,7 @@ def broadcast_nested(value: Any, root_rank: int, name: str, device: torch.device
 def _describe(
     optimizer: torch.optim.Optimizer, parameters: list[Tensor], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """The root's state and options with forms in place of tensors, which go into `tensors`."""
+    """Return the root's state and options, with forms for tensors; those go into `tensors`."""
     indices = {parameter: index for index, parameter in enumerate(parameters)}
     occurrences: Counter[str] = Counter()
 
@@ -206,7 +206,7 @@ def _describe(
 
 
 def _shapes(optimizer: torch.optim.Optimizer) -> list[list[tuple[int, ...]]]:
-    """Return the shapes of the parameters, by group: what ranks must have in common."""
+    """Return the shapes of the parameters, by group, in which the ranks must not differ."""
     return [[tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups]
 
 
@@ -273,7 +273,7 @@ def _rebuild(
 
 
 def replace_nested(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
-    """`value` with everything of type `kind` in it replaced, also inside lists, tuples, dicts."""
+    """Return `value` with all of type `kind` replaced, also inside lists, tuples and dicts."""
     if isinstance(value, kind):
         return replacement(value)
     if type(value) is dict:

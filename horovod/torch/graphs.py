@@ -1,8 +1,8 @@
 """CUDA graphs: a training step that is captured once and then replayed, on all ranks.
 
 A replay hands hundreds of kernels to the device in one call, where Python would take longer than
-the device. What the step reduces is part of the graph; how the ranks still notice that one of them
-is lost, or does something else, is said in `horovod.engine.execution.capture`.
+the device. What the step reduces is part of the graph. `horovod.engine.execution.capture` says how
+the ranks still notice that one of them is lost, or does something else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["GraphedStep", "graphed"]
 
 R = TypeVar("R")
 
-_made = 0  # graphs in this process: the same on all ranks, which make them in the same order
+_made = 0  # graphs of this process: as many on all ranks, which make them in the same order
 
 
 def graphed(step: Callable[..., R], *, warmup: int = 3) -> GraphedStep[R]:
@@ -53,11 +53,12 @@ def graphed(step: Callable[..., R], *, warmup: int = 3) -> GraphedStep[R]:
         call. After an elastic job has re-formed it warms up and captures again.
 
     Raises:
-        ValueError: `warmup` is too small; or, when it is called, an argument has another shape,
-            type or value than the captured one.
-        RuntimeError: When it is called: there is no CUDA device, or the step does something that
-            cannot be captured.
-        HorovodInternalError: When it is called: a rank is lost, or has captured something else.
+        ValueError: `warmup` is too small; or, in a call of the result, an argument has another
+            shape, type or value than the captured one.
+        RuntimeError: In a call of the result: there is no CUDA device, or the step does something
+            that cannot be captured.
+        HorovodInternalError: In a call of the result: a rank is lost, or has captured something
+            else.
 
     Examples:
         >>> step = hvd.graphed(train_step)
@@ -70,7 +71,7 @@ def graphed(step: Callable[..., R], *, warmup: int = 3) -> GraphedStep[R]:
 
 
 class GraphedStep(Generic[R]):
-    """What `graphed` returns: a step, its graph, and where the graph reads and writes."""
+    """What `graphed` returns: a step, its graph, and the tensors that it reads and writes."""
 
     def __init__(self, step: Callable[..., R], warmup: int) -> None:
         global _made
@@ -79,13 +80,13 @@ class GraphedStep(Generic[R]):
         self._step = step
         self._warmup = warmup
         self._name = f"graph {_made}"
-        self._topology: Topology | None = None  # of the job in which it was captured
+        self._topology: Topology | None = None  # the job in which the step was captured
         self._lock = threading.Lock()  # held while the graph is in use, or dropped
         self._graph: torch.cuda.CUDAGraph | None = None
         self._forget()
 
     def _forget(self) -> None:
-        """Start from the beginning, in another job."""
+        """Drop the graph and start from the beginning, because another job has begun."""
         self.drop()
         self._steps = 0
         self._is_captured = False
@@ -96,7 +97,7 @@ class GraphedStep(Generic[R]):
         self._outputs: Any = None
 
     def drop(self) -> None:
-        """Let go of the graph: what it refers to is about to end. Any thread may call."""
+        """Release the graph, because what it uses is about to end. Any thread may call this."""
         with self._lock:
             graph, self._graph = self._graph, None
             if graph is not None:
@@ -186,7 +187,7 @@ class GraphedStep(Generic[R]):
         with self._lock:
             if self._graph is not None:
                 self._graph.replay()
-        if self._graph is None:  # the ranks have parted
+        if self._graph is None:  # it was dropped
             for part in parts:
                 part.lane.check_usable()
             raise RuntimeError(
@@ -204,10 +205,10 @@ class GraphedStep(Generic[R]):
 
 @contextmanager
 def _nothing_else_ends() -> Iterator[None]:
-    """Collect garbage now, wait for what ends with it, and let nothing end inside the block.
+    """Collect garbage now, wait for communicators that end, and collect none inside the block.
 
-    The end of another graph or communicator, which the collector may find at any time, calls the
-    driver in ways that end a capture with an error.
+    A graph or communicator that ends, as it may in any collection, calls the driver in ways that
+    end a capture with an error.
     """
     gc.collect()
     was_enabled = gc.isenabled()

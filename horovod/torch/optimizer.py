@@ -55,29 +55,30 @@ def DistributedOptimizer(
         optimizer: Any torch optimizer, with the parameters to train.
         named_parameters: Usually ``model.named_parameters()``; names appear in errors and the
             timeline.
-        compression: What travels in place of gradients, such as ``hvd.Compression.fp16``.
-        backward_passes_per_step: Gradients of so many backward passes are added up locally before
-            they are reduced.
+        compression: Compressor of gradients that travel, such as ``hvd.Compression.fp16``.
+        backward_passes_per_step: Number of backward passes whose gradients are added up locally
+            before they are reduced.
         op: `Average`, `Sum` or `Adasum`.
         gradient_predivide_factor: Divide gradients by this factor before the sum and by
             ``size / factor`` after it: the result is still the average, and half precisions do not
             overflow in the sum. 1.0 divides after the sum alone.
         num_groups: Older form of `groups`.
-        groups: A number of groups, or lists of parameters, that are reduced together.
-        sparse_as_dense: Reduce sparse gradients as dense ones.
+        groups: Number of groups, or lists of parameters; the gradients of a group are reduced
+            together.
+        sparse_as_dense: Whether sparse gradients are reduced as dense ones.
         process_set: The ranks to reduce with; others train on their own.
-        shard_state: Each rank keeps the optimizer state (momenta, ...) of a part of the parameters
-            only and updates that part for all; results are the same. Muon and Adafactor, which
-            need whole matrices, get whole parameters. See `horovod.torch.optimizers.sharded`.
-        communication_hook: What travels in place of the gradients, such as
+        shard_state: Whether each rank keeps the optimizer state (momenta, ...) of a part of the
+            parameters only and updates that part for all; results are the same. Muon and Adafactor,
+            which need whole matrices, get whole parameters. See `horovod.torch.optimizers.sharded`.
+        communication_hook: Hook that sends other tensors in place of the gradients, such as
             ``hvd.hooks.PowerSGD()``.
         overlap_forward: The model; between hosts and on devices `step` then returns at once, and
-            parameters are updated when they are next used, so that the next forward hides what
-            backward could not of the time that gradients take to travel. Results are the same. See
+            parameters are updated when they are next used, so that the next forward hides the
+            travel of gradients that backward could not. Results are the same. See
             `horovod.torch.optimizers.delaying`.
-        local_steps: For slow links: each rank takes this many steps with its own gradients, then
-            all synchronise their models. The arguments below say how; docs/slow_links.md says
-            when to use which.
+        local_steps: Number of steps, for slow links, that each rank takes with its own gradients
+            before all synchronise their models. The arguments below say how; docs/slow_links.md
+            says when to use which.
         outer: Optimizer of the step that the ranks then take together, such as
             ``hvd.OuterSGD(lr=0.7, momentum=0.9)`` (DiLoCo). None averages parameters (local SGD).
         warmup_steps: Ordinary steps, with gradients averaged over all ranks, before the first
@@ -90,15 +91,15 @@ def DistributedOptimizer(
             turn, each every `local_steps` steps.
         delay: Steps between sending a fragment and updating its parameters: it travels beside
             training, and a step waits only if it has not arrived by then. 0 waits at once.
-        alpha: What remains of a rank's own parameters when a delayed fragment is updated: 0.5 by
+        alpha: Weight of a rank's own parameters when a delayed fragment is updated: 0.5 by
             default with `delay`.
         within: The process set of this rank's cluster, or ``"host"`` for the ranks of its host: in
             it gradients are averaged in every step, and the models of all clusters every
             `local_steps` steps.
 
     Raises:
-        ValueError: A wrong argument, on every rank, also if only one rank has it; or the models of
-            the ranks differ.
+        ValueError: An argument is wrong, on this rank or another; or the ranks' models differ. All
+            ranks raise.
 
     Examples:
         >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
@@ -109,7 +110,7 @@ def DistributedOptimizer(
 
 def distribute(optimizer: torch.optim.Optimizer, options: TorchOptions) -> Any:
     """Wrap `optimizer` as `DistributedOptimizer` does with these options."""
-    # Not before: it loads torch's compiler, as whoever made the optimizer has.
+    # Imported late: it loads torch's compiler, which making the optimizer has loaded anyway.
     from horovod.torch.optimizers.reducing import ReducingOptimizer
 
     problem = None

@@ -47,8 +47,8 @@ class SyncBatchNorm(_BatchNorm):
 
     Args:
         num_features: Size of the second dimension of the input.
-        eps: Added to the variance.
-        momentum: Weight of a batch in the running statistics; None: all count alike.
+        eps: Number that is added to the variance.
+        momentum: Weight of a batch in the running statistics; with None all batches count alike.
         affine: Whether weight and bias are learned.
         track_running_stats: Whether running statistics are kept, for evaluation.
         process_set: The ranks whose batches count.
@@ -75,9 +75,7 @@ class SyncBatchNorm(_BatchNorm):
         self._number = _names.next_number(process_set)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise `input`, with the other ranks when training. ValueError for input of a wrong
-        shape.
-        """
+        """Normalise `input`, over all ranks in training. Raise ValueError for a wrong shape."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
@@ -101,7 +99,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"SyncBatchNorm takes at least 2 dimensions, not {input.dim()}")
 
     def _check_input(self, input: Tensor) -> None:
-        """What torch itself checks, before other ranks wait for us."""
+        """Check what torch itself checks, before other ranks wait for us."""
         if input.dtype not in FLOATING:
             raise ValueError(f"SyncBatchNorm takes floating point input, not {input.dtype}")
         if input.shape[1] != self.num_features:
@@ -180,7 +178,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _SetReference:
-    """A process set inside a layer that is copied or pickled: never copied with it.
+    """Stands for the process set of a layer that is copied or pickled: the set is not copied.
 
     In another process the global set is that process's; another set must be registered there.
     """
@@ -201,7 +199,7 @@ class _Names:
 
     A layer's construction is a poor clue, because rank 0 may well build models (to look at, to
     evaluate) that the others do not have. Its first use is a good one, because ranks must use
-    their layers together. A new `init` begins anew, as there may be ranks that have no past.
+    their layers together. Each `init` begins with new names, because new ranks know no old ones.
     """
 
     def __init__(self) -> None:
@@ -212,7 +210,7 @@ class _Names:
         self._constructed: defaultdict[Any, Iterator[int]] = defaultdict(itertools.count)
 
     def next_number(self, process_set: ProcessSet) -> int:
-        """For a new layer: how many were made for the set before it."""
+        """Return the number of a new layer: how many were made for the set before it."""
         is_global = process_set is global_process_set
         with self._lock:
             return next(self._constructed[None if is_global else tuple(process_set.ranks or ())])

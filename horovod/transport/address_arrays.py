@@ -31,7 +31,7 @@ def arrays(
 
     Args:
         dtype: The type of the elements.
-        addresses: Where the arrays begin.
+        addresses: The addresses at which the arrays begin.
         counts: The number of elements of each.
     """
     memory, width = _all_memory(dtype), dtype.itemsize

@@ -83,7 +83,7 @@ class BreakableTransport(Transport):
         self._board.post(failure)
 
     def _wake(self, failure: HorovodInternalError) -> None:
-        """Wake all ranks that wait in a collective, here and elsewhere, for whichever peer."""
+        """Wake all ranks that wait in a collective, here and elsewhere, whatever they wait for."""
 
     # -- the end ---------------------------------------------------------------------------
 

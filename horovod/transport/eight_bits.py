@@ -23,8 +23,8 @@ LARGEST: dict[torch.dtype, float] = {torch.int8: 127.0, FP8: 448.0}
 
 _IN_CACHE = 512  # rows that are worked on at a time: more would leave the second-level cache
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # smaller ones have too few bits
-# An e4m3 number is the leading bits of a float16, but for the bias of the exponent. Constants are
-# tensors because torch would make one of a number each time.
+# An e4m3 number is the leading bits of a float16, except for the bias of the exponent. Constants
+# are tensors, because torch would make a tensor of a number each time.
 _TO_FLOAT16 = torch.tensor(1 << 7, dtype=torch.int16)
 _WITHOUT_BIT_14 = torch.tensor(-16385, dtype=torch.int16)
 _BIAS = 256.0
@@ -82,7 +82,7 @@ class Rows:
         self._scales = torch.split(words[:, BLOCK // torch.float32.itemsize :], self._step)
 
     def encode(self, blocks: Tensor) -> None:
-        """Write blocks of float32 into the rows. The scale of one with inf or NaN is such."""
+        """Write blocks of float32 into the rows. A block with inf or NaN has a scale like that."""
         parts = torch.split(blocks, self._step)
         for part, codes, scales in zip(parts, self._codes, self._scales, strict=True):
             numbers = _like(part, _scratch.numbers)
@@ -93,7 +93,7 @@ class Rows:
             codes.copy_(numbers.round_() if self._kind is torch.int8 else numbers)
 
     def decode(self, blocks: Tensor, add: bool = False, factor: float = 1.0) -> None:
-        """Write the numbers, times `factor`, into blocks of float32, or `add` them to these."""
+        """Write the numbers, times `factor`, into blocks of float32; with `add`, add them there."""
         is_float = self._kind is not torch.int8
         scaling = torch.tensor(factor * _BIAS if is_float else factor)
         parts = torch.split(blocks, self._step)

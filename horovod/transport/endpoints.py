@@ -46,8 +46,8 @@ def choose_address(mine: RankLocation, everyone: Sequence[RankLocation]) -> str:
     """Return the address of this host on which the ranks at `everyone` reach it.
 
     Args:
-        mine: Where this rank runs.
-        everyone: Where all ranks run, with their networks.
+        mine: The location of this rank.
+        everyone: The locations of all ranks, with their networks.
 
     Raises:
         ValueError: This host has no address besides loopback.

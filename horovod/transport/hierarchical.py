@@ -41,12 +41,12 @@ class HierarchicalTransport(BreakableTransport):
 
     Args:
         group: The ranks.
-        local: Connects the ranks of this host.
-        cross: Connects the ranks of our local index on all hosts, in the order of `hosts`; None
-            exactly where some host has no rank of that index.
+        local: The transport among the ranks of this host.
+        cross: The transport among the ranks of our local index on all hosts, in the order of
+            `hosts`; None exactly where some host has no rank of that index.
         hosts: The group's ranks, host by host. The position of a rank in its host's list is its
             local index, and its rank in `local`.
-        flat: Connects all ranks.
+        flat: The transport among all ranks.
     """
 
     name = "HIERARCHICAL"
@@ -352,7 +352,7 @@ class HierarchicalTransport(BreakableTransport):
         """
         assert self.cross is not None
         failure = self._break(self._explain(self._translated(self.cross, error)))
-        self._announce(failure)  # another thread may have begun to
+        self._announce(failure)  # another thread may have broken it, and not announced it yet
         return HorovodInternalError(str(failure))
 
     def _translated(self, part: Transport, error: HorovodInternalError) -> HorovodInternalError:

@@ -38,10 +38,10 @@ from horovod.transport.division import as_bytes, offsets_of
 from horovod.transport.endpoints import RankLocation
 from horovod.transport.pairwise import MESSAGE, PairwiseTransport
 
-_DATA_TAG = 1  # of messages of collectives
-_LEFT_TAG = 2  # of a message to all: the sender has closed, after this many collectives
-_LOST_TAG = 3  # of a message to all: the sender has failed because of others
-_SPIN_SECONDS = 200e-6  # of polling without a break: the usual wait is shorter
+_DATA_TAG = 1  # tag of the messages of collectives
+_LEFT_TAG = 2  # tag of a message to all: the sender has closed, after this many collectives
+_LOST_TAG = 3  # tag of a message to all: the sender has failed because of others
+_SPIN_SECONDS = 200e-6  # for which we poll without a break: the usual wait is shorter
 _SHORTEST_NAP, _LONGEST_NAP = 20e-6, 0.002  # seconds
 _LOOK_SECONDS = 0.5  # between looks, in a long wait, whether the others are well
 
@@ -106,7 +106,7 @@ class MpiTransport(PairwiseTransport):
         here = RankLocation.here()
         processes = self._comm.allgather((here.pids, here.pid))
         self._pids = {r: pid for r, (pids, pid) in enumerate(processes) if pids == here.pids}
-        self._collectives = 0  # that this rank has begun
+        self._collectives = 0  # how many this rank has begun
         self._left: dict[int, int] = {}  # ranks that have closed, after how many collectives
         self._notices: list[Any] = []  # messages to the others, which may not have arrived yet
         self._because_of_others = False
@@ -230,7 +230,7 @@ class MpiTransport(PairwiseTransport):
             self._notices += [(self._comm.Isend(content, r, tag), number) for r in self._peers]
 
     def _take_goodbyes(self) -> None:
-        """Note the ranks that have said that they have closed."""
+        """Note which ranks have told us that they have closed."""
         number = torch.zeros(1, dtype=torch.int64)
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, _LEFT_TAG, status):

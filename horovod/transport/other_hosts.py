@@ -19,9 +19,9 @@ class OtherHosts:
     """The ranks of our local index on the other hosts; an `Others` of `host.peer_reduction`.
 
     Args:
-        cross: Connects this rank with them.
+        cross: The transport that connects this rank with them.
         arguments: The operation, the scale and the wire type of the reduction.
-        explain: Turns an error of `cross` into one for the transport inside this host.
+        explain: A function that turns an error of `cross` into one for the host's transport.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class OtherHosts:
             raise self._explain(error) from error
 
     def finish(self) -> None:
-        """Wait until that is done."""
+        """Wait until the reduction that was begun is done."""
         try:
             self._cross.finish_allreduce()
         except HorovodInternalError as error:

@@ -178,7 +178,7 @@ def for_device(
         host: Their transport for host memory, which serves where the device's library cannot.
         neighbours: Number of the job's ranks that share this machine's cores.
         device: The device of this rank.
-        purpose: Tells apart several transports of one group, each of which gets a communicator.
+        purpose: Name that tells apart several transports of one group; each has a communicator.
     """
     from horovod.transport.device.host_copy import HostCopyTransport
 
@@ -186,7 +186,7 @@ def for_device(
     kind = device_transports().get(device.type)
     if kind is None:
         return HostCopyTransport(group, host)
-    # Not beside the keys of the library, which are small numbers too.
+    # Under a prefix of their own, because the keys of the library are small numbers too.
     names = _exchange(group, f"{part}names/", _device_identity(device))
     shared = _sharing(group, names)
     if shared:

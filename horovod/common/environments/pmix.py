@@ -1,7 +1,7 @@
 """Launchers that speak PMIx only, such as prterun.
 
-PMIx passes a process its rank in a variable but not the size, which a program would ask the PMIx
-server for. The size is taken from other variables that such launchers set.
+PMIx passes a process its rank in a variable, but a program would have to ask the PMIx server for
+the size. We take the size from other variables that such launchers set.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Generation(PrefixStore):
         if self.broken is not None:
             raise HorovodInternalError(self.broken)
         if not self._member.holds_state:
-            self._keep_slot()  # last: who has said that it keeps its slot goes on
+            self._keep_slot()  # last: a worker that has said so must go on
         self._member.holds_state = True
         if self.topology.rank == 0:
             self._member.store.set(formed_key(self.decision.number), b"")
@@ -79,9 +79,9 @@ class Generation(PrefixStore):
     def _keep_slot(self) -> None:
         """Make sure of this worker's slot: its program chooses a device next, by its local rank.
 
-        The driver may move a worker to another slot that has not met any others. It looks at the
-        key that is set here when it makes a decision. If it has made one before and given this
-        worker another local rank, this generation is given up.
+        The driver may move a worker that has not met any others to another slot. When it makes a
+        decision, it looks at the key that is set here. If it has made one before that and given
+        this worker another local rank, raise, so that this generation is given up.
         """
         store, worker = self._member.store, self._member.worker_id
         store.set(met_key(worker), b"")
@@ -106,8 +106,8 @@ class Generation(PrefixStore):
             left = deadline - time.monotonic()
             keys = [own, decision_key(self._next)] + [over] * (not self.is_formed)
             try:
-                # A value that is there is taken, whatever else happened: the others may have it
-                # too, and go on.
+                # Take a value that is there, whatever else has happened: other workers may have
+                # taken it too, and go on.
                 found, value = self._store.get_any(keys, max(0.0, min(left, _SLICE)))
             except TimeoutError:
                 self._check()

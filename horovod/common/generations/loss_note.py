@@ -46,7 +46,7 @@ def note_key(worker: str) -> str:
 
 
 def read_note(store: Store, worker: str) -> tuple[int, ...] | None:
-    """Return the ranks because of which a worker says that it failed; None without a note."""
+    """Return the ranks that a worker blames for its failure; None without a note."""
     content = store.try_get(note_key(worker))
     return None if content is None else tuple(json.loads(content))
 

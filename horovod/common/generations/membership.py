@@ -81,15 +81,15 @@ class Membership:
         self.on_break: Callable[[str, Generation], None] = lambda reason, generation: None
         self.leaving = False  # whether it was told to leave (SIGTERM)
         self.holds_state = False  # has been in a generation, so that others may need its state
-        self.unrecoverable: str | None = None  # why it is of no use to try again
+        self.unrecoverable: str | None = None  # why another try is of no use
         self._newest: Decision | None = None
         self._changed = threading.Condition()
         self._expected = 0  # the number of the decision that should follow what happened
         self._fruitless = (0, 0)  # a decision, and how many of its generations broke uncommitted
         self._finished = False
         self._has_lost_driver = False
-        self._had_slot = False  # in any decision so far
-        self._has_confirmed = False  # has told the driver that it has the state
+        self._had_slot = False  # whether a decision so far had a slot for it
+        self._has_confirmed = False  # whether the driver knows that this worker has the state
 
     @property
     def newest(self) -> Decision:
@@ -124,7 +124,7 @@ class Membership:
         """Enter the newest decision and call `start` in its generation, until that succeeds.
 
         Args:
-            start: Connects this worker with the others of the generation.
+            start: A function that connects this worker with the others of the generation.
             patience: Seconds within which that must succeed, or a new decision must appear.
 
         Raises:
@@ -238,7 +238,7 @@ class Membership:
             self._expected = generation.decision.number + 1
 
     def can_recover(self) -> bool:
-        """Return whether it is of use to form another generation, after a collective failed."""
+        """Return whether another generation may succeed, after a collective has failed."""
         self._end_without_driver()
         generation = self.generation
         if generation is not None and generation.is_formed and not generation.made_progress:

@@ -1,4 +1,4 @@
-"""Where the launcher serves the job's store, as it tells its workers by environment variables.
+"""The address of the store that the launcher serves; environment variables tell it to workers.
 
 Read by `rendezvous` and, in an elastic job, by `horovod.common.generations.membership`.
 """
@@ -33,7 +33,7 @@ class StoreAddress:
 
 
 def launchers_store(environ: Mapping[str, str]) -> StoreAddress:
-    """Return where the launcher serves the job's store.
+    """Return the address at which the launcher serves the job's store.
 
     Args:
         environ: The variables that the launcher has set.

@@ -45,7 +45,7 @@ class StoreClient(Store):
         self._key = check_key(key)
         self._timeout = timeout
         self._local = threading.local()
-        # A dict, which keeps their order: a simulated job must not depend on where objects lie.
+        # A dict, which keeps their order: a simulated job must not depend on addresses of objects.
         self._streams: weakref.WeakKeyDictionary[Stream, None] = weakref.WeakKeyDictionary()
         self._pid = os.getpid()
         self._closed = False

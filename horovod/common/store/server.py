@@ -65,7 +65,7 @@ class StoreServer:
         store: The store to serve, by default a new one. Several servers may share a store, to
             serve it on several addresses.
         handshake_timeout: Seconds within which a peer must complete the handshake.
-        max_pending: How many unfinished handshakes there may be; of more, the oldest are dropped.
+        max_pending: The most unfinished handshakes; of more, the oldest are dropped.
             By default as many as leave most of this process's descriptors free.
         max_frame: The largest message that is accepted, in bytes.
     """

@@ -1,6 +1,6 @@
-"""The thread of a channel that runs rounds which nobody waits for.
+"""The thread of a channel that runs rounds for which nobody waits.
 
-Started with the first asynchronous request; it sleeps while the queue is empty.
+It is started with the first asynchronous request, and sleeps while the queue is empty.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of all channe
 
 
 def finish_threads() -> None:
-    """Wait for background threads that outlived their channel. For the end of the process.
+    """Wait for background threads that outlived their channel, at the end of the process.
 
     Python ends threads that are left by unwinding their stack. One that is in an operation of torch
     then aborts the process ("terminate called without an active exception").
@@ -38,7 +38,7 @@ class BackgroundThread:
     def __init__(
         self, name: str, queue: RequestQueue, cycle: float, core: int | None = None
     ) -> None:
-        self.rung = threading.Event()  # no need to ring again
+        self.rung = threading.Event()  # set: no need to ring again
         self.cycle = cycle  # seconds
         self._name = name
         self._queue = queue
@@ -48,7 +48,7 @@ class BackgroundThread:
         self._thread: threading.Thread | None = None
 
     def ring(self, run_round: Callable[[], None]) -> None:
-        """There is something to do. Only the thread itself keeps `run_round`: till it ends."""
+        """Start or wake the thread, which alone keeps `run_round`, until it ends."""
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -59,7 +59,7 @@ class BackgroundThread:
         self.rung.set()
 
     def close(self) -> None:
-        """End with the round in progress; see `join`."""
+        """Let the thread end after the round in progress; see `join`."""
         self._closed.set()
         self.rung.set()
 
@@ -74,7 +74,7 @@ class BackgroundThread:
             self.rung.wait()
             if self._queue.requests:
                 self._let_gather()
-            self.rung.clear()
+            self.rung.clear()  # before looking at the queue: a ring after the look would be lost
             while self._queue.requests and not self._closed.is_set():
                 run_round()
 
@@ -89,6 +89,6 @@ class BackgroundThread:
                 return
 
     def _is_enough(self) -> bool:
-        """Return whether what is there would only be held up by waiting for more."""
+        """Return whether requests are worth a round already: a wait for more would hold them up."""
         requests = self._queue.copy()
         return sum(tensor.nbytes for each in requests for tensor in each.tensors) >= _ENOUGH

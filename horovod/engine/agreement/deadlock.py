@@ -1,8 +1,8 @@
-"""Noticing that ranks wait for each other for ever.
+"""Notices that ranks wait for each other for ever.
 
 A channel asks `is_stuck` when its ranks compare their queues and find nothing to run. If every rank
-is stuck nothing can change any more, and all of them raise (`negotiation`). Where another thread
-may still submit what is missing this is not certain: then `stall` warns in its own time.
+is stuck, nothing can change any more, and all of them raise (`negotiation`). Where another thread
+may still submit what is missing, this is not certain: then the stall inspector warns later.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def _is_idle(thread: threading.Thread) -> bool:
 
 
 def describe_deadlock(waiting: Sequence[Mapping[str, Mapping[str, Any]]], group: Group) -> str:
-    """Who waits for what, from which line, and what to do; `waiting` is what each rank waits for.
+    """Return who waits for what, from which line, and what to do.
 
-    Ranks that wait for the same at the same source line are named together.
+    `waiting` is what each rank waits for. Ranks that wait at the same line are named together.
     """
     alike: dict[tuple[str, str, str], list[int]] = {}
     for rank, entries in enumerate(waiting):

@@ -28,7 +28,7 @@ _REDUCTIONS = (
     Kind.ALLREDUCE.value,
     Kind.BARRIER.value,
     Kind.CONFIRM.value,
-)  # what goes on while ranks have joined
+)  # the kinds that go on while ranks have joined
 
 _FIELDS = {  # what a mismatch message compares, in the order people want to know
     "dtypes": "dtype",
@@ -108,7 +108,7 @@ def negotiate(
 
 
 def _deadlock(queue: Sequence[Request], group: Group, transport: Transport) -> Negotiated:
-    """Nothing can change any more: what ranks wait for fails. Collective."""
+    """Fail what ranks wait for, because none can ever submit anything else. Collective."""
     waited = [request for request in queue if request.waiting]
     waiting = gather_json({request.name: request.describe() for request in waited}, transport)
     error = HorovodInternalError(describe_deadlock(waiting, group))
@@ -116,7 +116,7 @@ def _deadlock(queue: Sequence[Request], group: Group, transport: Transport) -> N
 
 
 def gather_json(value: Any, transport: Transport) -> list[Any]:
-    """Return everybody's value."""
+    """Return all ranks' values."""
     content = json.dumps(value).encode()
     return [json.loads(each) for each in transport.gather_bytes(content)]
 
@@ -125,7 +125,7 @@ def _compare(queues: Sequence[Queue], joined: set[int]) -> dict[str, Finding]:
     """Return a finding for every name that needs action, in execution order."""
     ranks = range(len(queues))
     guide = min((rank for rank in ranks if rank not in joined), default=0)
-    names = dict(queues[guide])  # its order; then what only joined ranks still have
+    names = dict(queues[guide])  # in the guide's order; then those of joined ranks alone
     for queue in queues:
         for name, entry in queue.items():
             names.setdefault(name, entry)
@@ -147,7 +147,7 @@ def _compare(queues: Sequence[Queue], joined: set[int]) -> dict[str, Finding]:
 
 
 def _crossed_names(queues: Sequence[Queue]) -> set[str]:
-    """Names that all ranks wait for, but as different operations: nobody can ever go on."""
+    """Return names that all ranks wait for as different operations: nobody can ever go on."""
     waited = [
         {_label(name): name for name, (_, waiting) in queue.items() if waiting} for queue in queues
     ]
@@ -199,8 +199,8 @@ def _label(name: str) -> str:
 
 
 def _stand_in(name: str, entry: Entry) -> Request:
-    """Return a request of a rank that has joined: it contributes what changes nothing."""
-    if entry["plan"] is not None:  # on a lane of the same name
+    """Return a request for a rank that has joined, with tensors that change no result."""
+    if entry["plan"] is not None:  # a comparison, on a lane of the same name
         dtypes, counts = entry["plan"]
         plan = LanePlan(tuple(dtypes), tuple(counts))
         return Request(None, Collective(Kind.CONFIRM, _label(name), plan=plan), name, b"")
@@ -234,7 +234,7 @@ def _absent(entries: Mapping[int, Entry], group: Group) -> str:
 
 
 def _missed(entries: Mapping[int, Entry], group: Group) -> str:
-    """Who has joined and must not, for them as well as for those who cannot go on."""
+    """Return who has joined and must not have: all ranks raise that."""
     rank, entry = next(iter(entries.items()))
     return (
         f"{_absent(entries, group)} has joined, and {group.describe(rank)} cannot go on without "
@@ -266,7 +266,7 @@ def _mismatch(name: str, entries: Mapping[int, Entry], group: Group) -> str:
 
 
 def _labelled(entry: Entry) -> tuple[str, ...]:
-    """Label, type and shape of each tensor of a group whose tensors the user calls something."""
+    """Return label, type and shape of each tensor, if the user has names for the tensors."""
     if not entry["labels"]:
         return ()
     if len(entry["labels"]) != len(entry["dtypes"]):  # packed: the labels say all
@@ -278,7 +278,7 @@ def _labelled(entry: Entry) -> tuple[str, ...]:
 
 
 def _differing_labels(entries: Mapping[int, Entry]) -> dict[int, str]:
-    """For each rank the labelled tensors that not all ranks have, or in another order."""
+    """Return for each rank the labelled tensors that not all ranks have, or have in this order."""
     own = {rank: _labelled(entry) for rank, entry in entries.items()}
     common = set.intersection(*(set(labels) for labels in own.values()))
     if all(set(labels) == common for labels in own.values()):

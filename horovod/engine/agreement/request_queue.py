@@ -34,7 +34,7 @@ class RequestQueue:
             self._unnamed.clear()
 
     def append(self, request: Request) -> None:
-        """ValueError where one of this name has not finished."""
+        """Add a request. Raise ValueError if one of this name has not finished."""
         with self._lock:
             if self.failure is not None:
                 raise fresh_copy(self.failure)
@@ -50,13 +50,13 @@ class RequestQueue:
             self.grown.set()
 
     def put_first(self, request: Request) -> None:
-        """One whose turn it is already."""
+        """Put a request first whose turn it is already."""
         with self._lock:
             self._in_flight[request.name] = request
             self.requests.insert(0, request)
 
     def remove(self, requests: Sequence[Request]) -> None:
-        """They have run, or never will; wherever they are, if they still are."""
+        """Remove requests that have run, or never will; any of them may be gone already."""
         with self._lock:
             if self.requests[: len(requests)] == requests:
                 del self.requests[: len(requests)]
@@ -71,7 +71,7 @@ class RequestQueue:
             return list(self.requests)
 
     def close(self, error: HorovodInternalError) -> list[Request]:
-        """Take no more, because of `error` unless there was one before; what was left."""
+        """Take no more, because of `error` or an earlier one; return the requests that are left."""
         with self._lock:
             if self.failure is None:
                 self.failure = error

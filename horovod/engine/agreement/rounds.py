@@ -51,7 +51,7 @@ class Rounds:
 
     def run_next(self) -> None:
         """Agree with the other ranks on what to run next, and run it."""
-        pending = self._queue.requests[:MAX_WORDS]
+        pending = self._queue.requests[:MAX_WORDS]  # no lock needed: others only append
         if len(pending) == 1 and pending[0].plain and not self._observer.is_watching():
             self._run_one(pending[0])
             return
@@ -92,9 +92,9 @@ class Rounds:
         request.complete(request.outputs)
 
     def settle(self) -> None:
-        """No common prefix: look at everybody's whole queue."""
+        """Find out from all ranks' whole queues what to run: their heads have nothing in common."""
         began = time.monotonic()
-        self._queue.grown.clear()
+        self._queue.grown.clear()  # before the copy: what comes after it ends `_wait_for_more`
         queue = self._queue.copy()
         outcome = negotiate(queue, self._group, self._transport, self._join_state)
         self._observer.waited(began)
@@ -143,7 +143,7 @@ class Rounds:
             observer.reduced(began, nbytes, *self._movement(batch.request, nbytes))
             try:
                 if following is not None:
-                    # First, so that the link is busy while whoever waited computes.
+                    # Before results are given out, so that the link is busy while waiters compute.
                     self._attempt(following.request, self._executor.begin, following)
             finally:
                 self._complete(batch, result, left)
@@ -171,7 +171,7 @@ class Rounds:
         return self._attempt(request, self._executor.run, batch)
 
     def _attempt(self, request: Request, act: Callable[..., Any], *arguments: Any) -> Any:
-        """Do that, and say in whose course something went wrong."""
+        """Call `act`, and say in an error during which request it went wrong."""
         try:
             return act(*arguments)
         except HorovodInternalError:

@@ -1,4 +1,4 @@
-"""Threads that wait for requests which another thread of the process runs. Used by channels."""
+"""Threads that wait while another thread of the process runs their requests. For channels."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 
 class Waiters:
-    """Those of one channel. Whoever has run something tells them, and they look again."""
+    """The waiting threads of one channel. A thread that has run something lets them look again."""
 
     def __init__(self) -> None:
         self.number = 0
         self._progress = threading.Condition()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
-        """Wait until the condition is true, or for that many seconds."""
+        """Wait until the condition is true, at most `seconds`."""
         with self._progress:
             self.number += 1
             try:
@@ -23,7 +23,7 @@ class Waiters:
                 self.number -= 1
 
     def tell(self) -> None:
-        """A request is finished, or nobody runs rounds."""
-        if self.number:
+        """Wake the threads, because a request is finished, or nobody runs rounds."""
+        if self.number:  # no lock needed: a thread that counts itself later looks after that
             with self._progress:
                 self._progress.notify_all()

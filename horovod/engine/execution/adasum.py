@@ -37,7 +37,7 @@ WORK_DTYPES = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
 }
-SMALLEST_NORM = sys.float_info.min**0.5  # of squared norms: dividing by less is meaningless
+SMALLEST_NORM = sys.float_info.min**0.5  # no smaller squared norm is divided by
 BLOCK = 1 << 16  # elements converted to fp64 at a time: half a megabyte, which stays in cache
 
 Segment = tuple[int, int, int]  # tensor index, and begin and end of its part of our slice
@@ -50,10 +50,10 @@ def adasum_(
 ) -> None:
     """Replace `tensors` by their Adasum over all ranks of `transport`, in place.
 
-    Flat, contiguous tensors of one floating dtype and device, with the same shapes on all ranks.
-    The order of ranks in the tree is fixed; where their number is not a power of two, the odd one
-    of a level passes to the next unchanged. With `hosts`, the ranks on each of them, a host counts
-    as one rank that has the average of their tensors.
+    They are flat, contiguous tensors of one floating dtype and device, with the same shapes on all
+    ranks. The order of ranks in the tree is fixed; where their number is not a power of two, the
+    odd one of a level passes to the next unchanged. With `hosts`, the lists of ranks on each, a
+    host counts as one rank that has the average of its ranks' tensors.
     """
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 or not dtypes <= WORK_DTYPES.keys():
@@ -87,7 +87,7 @@ def adasum_(
 
 
 def segments_of_slice(lengths: Sequence[int], begin: int, length: int) -> list[Segment]:
-    """Which tensors, of the given lengths end to end, lie where in [begin, begin + length)."""
+    """Return which tensors, of these lengths end to end, are where in [begin, begin + length)."""
     segments = []
     position = -begin
     for index, size in enumerate(lengths):
@@ -101,7 +101,7 @@ def segments_of_slice(lengths: Sequence[int], begin: int, length: int) -> list[S
 def combine_tree(
     rows: torch.Tensor, segments: Sequence[Segment], num_tensors: int, transport: Transport
 ) -> None:
-    """Combine everybody's part of our slice, a row each, into row 0."""
+    """Combine all ranks' parts of our slice, a row for each, into row 0."""
     distance = 1
     while distance < len(rows):
         pairs = [

@@ -65,7 +65,7 @@ def plan(requests: Sequence[Request], threshold: int, fuse_groups: bool) -> list
 
 
 def before_join(requests: list[Request]) -> list[Request]:
-    """Of agreed requests those that run now: a join is settled, not run."""
+    """Return the agreed requests before a join, which is settled and not run."""
     for index, request in enumerate(requests):
         if request.kind is Kind.JOIN:
             return requests[:index]

@@ -48,10 +48,10 @@ class CapturedReductions(Protocol):
     lane: Lane
 
     def finish_comparison(self) -> None:
-        """Wait until the ranks have compared what they began last; raises what came of it."""
+        """Wait until the ranks have compared what they began last; raise what they found."""
 
     def replayed(self) -> None:
-        """The graph was handed to the device once more: have the ranks compare what they began."""
+        """Have the ranks compare what they began by handing the graph to the device once more."""
 
 
 class GraphCapture:
@@ -65,28 +65,28 @@ class GraphCapture:
         self.is_on = False  # whether the device's work is being captured
         self.parts: list[CapturedReductions] = []
         self._open_lane = open_lane
-        self._wanted: set[int] = set()  # process sets in which the step reduces something itself
-        self._own: dict[int, _StepReductions] = {}  # and what it does there
+        self._wanted: set[int] = set()  # process sets in which the step itself reduces
+        self._own: dict[int, _StepReductions] = {}  # what it reduces there
 
     def note(self, request: Request, set_id: int) -> None:
-        """The step calls this, and runs as usual: later it is to be captured."""
+        """Note an operation of a step that still runs as usual, and is to be captured later."""
         if request.kind is Kind.ALLREDUCE:
             self._wanted.add(set_id)
 
     def open_lanes(self) -> None:
-        """Connect what the step will need, on all ranks alike."""
+        """Open the lanes that the step will need, in the same order on all ranks."""
         for set_id in sorted(self._wanted - self._own.keys()):
             lane = self._open_lane(set_id)
             if lane is not None:
                 self._own[set_id] = _StepReductions(lane)
 
     def add(self, part: CapturedReductions) -> None:
-        """An optimizer's reductions are part of the graph."""
+        """Make reductions, such as those of an optimizer, a part of the graph."""
         if part not in self.parts:
             self.parts.append(part)
 
     def take(self, request: Request, set_id: int, size: int) -> Request:
-        """Capture the operation in place of running it. Raises where that cannot be."""
+        """Capture the operation in place of running it; raise where that is not possible."""
         own = self._own.get(set_id)
         if (
             (own is None and size > 1)
@@ -154,12 +154,12 @@ def shown_to(capture: GraphCapture, is_on: bool) -> Iterator[None]:
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Return whether what the current stream is given for this tensor becomes part of a graph."""
+    """Return whether work on this tensor, in the current stream, becomes part of a graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def show(request: Request, set_id: int, size: int) -> Request | None:
-    """Let the graph that is being made see an operation on tensors, of a process set of that size.
+    """Let a graph that is being made see an operation on tensors, in a set of `size` ranks.
 
     Returns:
         The request, finished, where it was captured in place of being run.

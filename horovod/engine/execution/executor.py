@@ -21,7 +21,7 @@ from horovod.observe.observer import Observer
 from horovod.transport.base import DEVICE, MAX_TENSORS, Transport
 from horovod.transport.device.process_group import DeviceTransport
 
-DeviceTransports = Callable[[torch.device, str], Transport]  # and what it is for
+DeviceTransports = Callable[[torch.device, str], Transport]  # the text: a lane's name, or none
 
 
 class Executor:
@@ -66,7 +66,7 @@ class Executor:
         return [*list(self._lanes.values()), *devices, self.transport]
 
     def check_devices(self) -> None:
-        """Raise if what a device did was ended in the middle: see `DeviceTransport.interrupted`."""
+        """Raise if a device's work was ended in the middle: see `DeviceTransport.interrupted`."""
         for transport in self._transports():
             if isinstance(transport, DeviceTransport) and transport.interrupted:
                 transport.check_usable()
@@ -87,7 +87,7 @@ class Executor:
             transport.close()
 
     def transport_on(self, device: torch.device) -> DeviceTransport | None:
-        """Return the transport of a device that has been used before, if it is the device's own."""
+        """Return the device's own transport, if it has one and the device has been used before."""
         transport = self._device_transports.get(device)
         return transport if isinstance(transport, DeviceTransport) else None
 
@@ -103,8 +103,8 @@ class Executor:
     def pack(self, batch: Batch, transport: Transport) -> list[torch.Tensor]:
         """Bring a batch's input into the tensors that will be reduced.
 
-        One tensor is reduced where it is, and so are several by a transport that can; all that
-        the others get is a fusion buffer.
+        One tensor is reduced where it is, and so are several if the transport can reduce them
+        together; the others are copied into a fusion buffer.
         """
         if batch.vector is not None:
             return batch.vector
@@ -140,7 +140,7 @@ class Executor:
                 torch._foreach_copy_(outputs, list(parts))
 
     def preload(self, batch: Batch) -> list[torch.Tensor] | None:
-        """What may be sent along with the agreement: nothing that changes a caller's tensor."""
+        """Return what may be sent along with the agreement, without changing a caller's tensor."""
         reduction = batch.request.reduction
         if batch.request.kind is not Kind.ALLREDUCE or reduction.op is ReduceOp.ADASUM:
             return None
@@ -160,7 +160,7 @@ class Executor:
     # -- running ---------------------------------------------------------------------------
 
     def begin(self, batch: Batch) -> None:
-        """Send the first of what `run`, which must come next, would send: the link need not rest.
+        """Send the first part of what `run`, which must come next, sends: the link does not rest.
 
         Where the transport has nothing to send without waiting, nothing happens.
         """
@@ -174,9 +174,9 @@ class Executor:
             batch.begun = True
 
     def run(self, batch: Batch) -> Any:
-        """Do the batch's collective. The result, unless it went into the requests' outputs."""
+        """Do the batch's collective; return the result, unless it is in the requests' outputs."""
         request = batch.request
-        if request.kind in _AGREEMENTS:  # that all ranks agreed to run it is all there is to it,
+        if request.kind in _AGREEMENTS:  # done, as all ranks have agreed to run it,
             if request.kind is Kind.CONFIRM and request.driver is None:  # unless we have joined
                 assert request.collective.plan is not None
                 stand_in(self._lanes[request.name.partition(".")[2]], request.collective.plan)
@@ -240,7 +240,7 @@ class Executor:
 
     def _alltoall(self, request: Request, transport: Transport) -> tuple[torch.Tensor, list[int]]:
         tensor, splits = request.tensors[0], request.collective.splits
-        assert splits is not None  # whoever submitted it has made equal ones where none were given
+        assert splits is not None  # equal ones were made where none were given
         everyone = self.gather_numbers(splits)
         received = [ranks_splits[self.rank] for ranks_splits in everyone]
         row = math.prod(tensor.shape[1:])
@@ -268,7 +268,7 @@ class Executor:
         return results
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return everybody's list of (equally many) integers."""
+        """Return each rank's list of integers; all have equally many."""
         source = torch.tensor(numbers, dtype=torch.int64)
         output = torch.empty(len(numbers) * self.size, dtype=torch.int64)
         self.transport.allgather(source, output, [len(numbers)] * self.size)
@@ -279,10 +279,10 @@ class Executor:
 
     @contextlib.contextmanager
     def _on_device(self, device: torch.device, requests: Sequence[Request]) -> Iterator[Transport]:
-        """The transport for `device`, on a stream of ours that runs after the callers' work.
+        """Yield the transport for `device`, in a stream of ours that runs after the callers' work.
 
         On leaving, the host has waited for the device, so a finished handle means finished work;
-        unless all callers are content with an event that tells.
+        unless all callers want an event instead (`Request.deferred`).
         """
         if device.type == "cpu":
             yield self.transport
@@ -303,9 +303,9 @@ class Executor:
             if not all(request.deferred for request in requests):
                 yield transport
                 stream.synchronize()
-                transport.check_usable()  # or the device has given up in the middle
+                transport.check_usable()  # raises if the device has given up in the middle
                 return
-            # A transport that takes host memory's way does all of it here, in the host's time.
+            # A transport that goes through host memory does all of it here, in the host's time.
             timing = None
             if DEVICE in transport.media:
                 timing = self.observer.begin_on_device(device, stream)
@@ -341,7 +341,7 @@ def reduce_(vector: Sequence[torch.Tensor], reduction: Reduction, transport: Tra
 
 
 def _hand_over(result: Any, stream: Any) -> None:
-    """Let the caller use new tensors on its stream: their memory must not be ours again before."""
+    """Keep the memory of new tensors from being used again before the caller's stream is done."""
     for tensor in result if isinstance(result, (list, tuple)) else (result,):
         if stream is not None and isinstance(tensor, torch.Tensor) and not tensor.is_cpu:
             tensor.record_stream(stream)

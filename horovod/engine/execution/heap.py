@@ -1,10 +1,10 @@
-"""The memory of training: kept from one step to the next, and on huge pages.
+"""Keeps the memory of training from one step to the next, and puts it on huge pages.
 
-`keep_heap` is called by the engine's `init`, `join_pages` by whoever reduces gradients.
+`keep_heap` is called by the engine's `init`, `join_pages` by the log of an optimizer's steps.
 
 Every step allocates gradients and activations that the one before has freed. glibc gives freed
-memory at the end of its heap back to the system, a few times the largest tensor at most being kept,
-so each step of a larger model asks for it anew, page by page: an MLP with 10 million parameters
+memory at the end of its heap back to the system, and keeps at most a few times the largest tensor.
+So each step of a larger model asks for it anew, page by page: an MLP with 10 million parameters
 spends a quarter of its step on that.
 
 What is kept can be put on huge pages. When processes copy from each other's memory, the kernel
@@ -37,10 +37,9 @@ _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PA
 
 @functools.cache
 def keep_heap() -> bool:
-    """Let glibc keep what is freed, for the rest of this process's life; whether it will.
+    """Let glibc keep what is freed, for the rest of this process's life; return whether it will.
 
-    Not where the user has told glibc what to do, by one of its own variables, and not elsewhere
-    than in glibc.
+    It will not if the user has set one of glibc's own variables, or in another C library.
     """
     if is_tuned(os.environ) or sys.platform != "linux":
         return False
@@ -61,13 +60,13 @@ def is_tuned(environ: Mapping[str, str]) -> bool:
 
 
 def join_pages() -> int:
-    """Put glibc's heap on huge pages, as far as there is time for it; how many there are now.
+    """Put glibc's heap on huge pages while there is time; return how many are huge now.
 
-    Only what is in use as a whole, so that it takes no more memory than before, but less than a
-    millisecond for each that is new. Where the system does not want to, nothing happens.
+    A huge page replaces only small ones that are all in use, so it takes no more memory than they
+    did. Each new one takes less than a millisecond. If the system refuses, nothing happens.
     """
     if not keep_heap():
-        return 0  # it may be gone with the next step
+        return 0  # glibc may give the heap back with the next step
     start, end = _heap()
     start, end = -(-start // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
     libc, small = ctypes.CDLL(None), mmap.PAGESIZE
@@ -76,7 +75,7 @@ def join_pages() -> int:
         return 0
     in_use, whole = pages.raw, b"\1" * (_HUGE_PAGE // small)
     joined, deadline = 0, time.monotonic() + _LONGEST_JOINING
-    # What training uses was allocated last, after the data perhaps.
+    # From the end, because training allocates its memory last, perhaps after the data.
     for address in range(end - _HUGE_PAGE, start - 1, -_HUGE_PAGE):
         first = (address - start) // small
         if in_use[first : first + len(whole)] == whole:
@@ -88,7 +87,7 @@ def join_pages() -> int:
 
 
 def _heap() -> tuple[int, int]:
-    """Return where glibc's heap begins and ends: addresses, or nothing but zeros."""
+    """Return the addresses where glibc's heap begins and ends; zeros if it has none."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             if line.endswith("[heap]\n"):

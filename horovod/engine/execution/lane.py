@@ -8,7 +8,7 @@ compare what they have begun (`confirm`), while the device works.
 
 - A rank that has joined learns from the comparison what the others have begun, and adds zeros.
 - Ranks that have begun different things, or one of which is lost, get an error that says so, and
-  the lane is aborted, for otherwise the device would wait for ever.
+  the lane is aborted, because otherwise the device would wait for ever.
 - When nobody talks to the other ranks, because the program itself waits for the device, the
   transport looks whether they are still there (`horovod.transport.device.device_watch`).
 
@@ -81,19 +81,19 @@ class Lane:
         return self._channel.submit(request)
 
     def mark(self) -> None:
-        """The device was given a graph with reductions of this lane: watch it until it ends."""
+        """Watch the device until it has run a graph with our reductions, which it was given."""
         self._transport.mark_stream()
 
     def check_usable(self) -> None:
-        """Raise why nothing can be reduced on this lane any more, if that is so."""
+        """Raise if nothing can be reduced on this lane any more."""
         self._transport.check_usable()
 
     def add_graph(self, forget: Callable[[], object]) -> None:
-        """Call this before the lane ends: the library waits until no graph refers to it."""
+        """Have `forget` called before the lane ends: its library waits for graphs that use it."""
         self._transport.graphs.append(forget)
 
     def fail(self, error: Exception, what: str) -> HorovodInternalError:
-        """Tell all ranks that `what` failed here; returns what the caller should raise."""
+        """Tell all ranks that `what` failed here; return the error that the caller should raise."""
         if isinstance(error, HorovodInternalError):
             return error
         me = self._channel.group.describe(self._channel.group.rank)

@@ -1,6 +1,6 @@
 """The short way: an allreduce of tensors like those before, without working it all out again.
 
-Where the caller waits and nothing else is in the way it goes without a request: *inline*, in the
+If the caller waits and nothing else is in the way, it needs no request and runs *inline*, in the
 caller's thread. Made by `runtime.prepare`; the runtime, the gradient reducer and JAX's programs
 keep them.
 """
@@ -24,15 +24,15 @@ from horovod.transport.device.process_group import DeviceTransport
 class PreparedAllreduce:
     """An allreduce of floating-point tensors that is repeated under one name.
 
-    Keeps what a request would have to find out each time. `reduce` is for one tensor; whoever
-    repeats that of a group checks itself that the tensors are like those of the first request.
+    Keeps what a request would have to find out each time. `reduce` is for one tensor. For a group,
+    the caller itself must check that the tensors are like those of the first request.
     """
 
     def __init__(self, request: Request, channel: Channel) -> None:
         self.channel = channel
         self.device = request.tensors[0].device
         self.is_on_cpu = request.tensors[0].is_cpu
-        self.waits = not channel.group.config.enable_async_completion  # for devices, too
+        self.waits = not channel.group.config.enable_async_completion  # whether to await devices
         self.set_id = channel.set_id
         self.dtype = request.tensors[0].dtype
         self.shapes = [tensor.shape for tensor in request.tensors]
@@ -50,7 +50,7 @@ class PreparedAllreduce:
     ) -> bool:
         """Reduce `tensor` in place if it is like those before and nothing is in the way.
 
-        Whether it was done; if not, nothing was.
+        Returns whether it was done; if not, nothing has changed.
         """
         if (
             tensor.shape != self.shapes[0]
@@ -81,11 +81,11 @@ class PreparedAllreduce:
     def allreduce_inline(
         self, vector: Sequence[torch.Tensor], on_device: DeviceTransport | None = None
     ) -> bool:
-        """Reduce tensors in place, if nothing else is in the way; whether that was so.
+        """Reduce tensors in place, if nothing else is in the way; return whether that was so.
 
-        What a request would go through, without the request: for a blocking call with an empty
-        queue. If the other ranks turn out to be about something else, it becomes one after all.
-        Tensors `on_device` are reduced in the current stream, and not waited for.
+        This does what a round does, without a request: for a blocking call with an empty queue. If
+        the other ranks turn out to run something else, it becomes a request after all. Tensors
+        `on_device` are reduced in the current stream, and not waited for.
         """
         channel = self.channel
         queue, observer, transport = channel.queue, channel.observer, channel.transport
@@ -129,7 +129,7 @@ class PreparedAllreduce:
         return True
 
     def start(self, tensors: Sequence[torch.Tensor], background: bool) -> Request:
-        """Submit a request for the same; the device completes it later.
+        """Submit a request for the same allreduce; a device completes it later.
 
         `background` false promises that the caller waits at once.
         """
@@ -140,7 +140,7 @@ class PreparedAllreduce:
         return self.channel.submit(request, background)
 
     def _request(self, vector: Sequence[torch.Tensor], waiting: bool = True) -> Request:
-        """Return an ordinary request for the same."""
+        """Return an ordinary request for the same allreduce."""
         tensors = vector
         if len(vector) == 1:  # the only one that comes flat
             tensors = [vector[0].view(self.shapes[0])]

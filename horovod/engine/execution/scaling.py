@@ -1,4 +1,4 @@
-"""Average and scale factors: what a reduction is besides a sum. Used where reductions run."""
+"""Average and scale factors, which a reduction has besides a sum. Used where reductions run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from horovod.engine.collective import Reduction
 
 
 def sum_and_scale(reduction: Reduction, size: int) -> tuple[ReduceOp, float]:
-    """Return what a transport does of a reduction: an average is a sum, scaled."""
+    """Return operator and factor as transports know them: an average is a scaled sum."""
     op, _, postscale_factor, _ = reduction
     if op is ReduceOp.AVERAGE:
         return ReduceOp.SUM, postscale_factor / size

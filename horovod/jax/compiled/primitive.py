@@ -45,7 +45,7 @@ except ImportError as error:
 
 
 class _Collectives(effects.Effect):
-    """The effect of a collective: other ranks take part in it."""
+    """The effect of a collective, in which other ranks take part."""
 
     def __str__(self) -> str:
         return "Horovod"

@@ -179,7 +179,7 @@ def _host_tensor(buffer: Any) -> torch.Tensor:
 
 
 class _DeviceMemory:
-    """Memory on a CUDA device, in the interface by which torch accepts arrays of others."""
+    """Memory on a CUDA device, in the interface by which torch accepts foreign arrays."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -18,7 +18,7 @@ class EpochSampler(ElasticSampler):
 
     def __init__(self, dataset: Any, shuffle: bool, seed: int, batch_size: int) -> None:
         self.batches = 0  # the number of batches that each rank has done in this epoch
-        self._batches_before = 0  # as it was when the rest was last divided
+        self._batches_before = 0  # batches that were done when the rest was last divided
         self._batch_size = batch_size
         super().__init__(dataset, shuffle, seed)
 

@@ -202,7 +202,7 @@ class Board:
         else:
             for rank in self.ranks.values():
                 rank.finding = None
-        # A stall that merely goes on does not change: the page itself counts its seconds.
+        # A stall that merely goes on is no change: the page itself counts its seconds.
         if stalls != self._stalls:
             self._stalls = stalls
             self._stalls_version = self.version = self.version + 1
@@ -370,7 +370,7 @@ def _stalls(waiting: Mapping[int, Waiting], ranks: Mapping[int, Rank]) -> list[d
             },
         )
         entry["ranks"].append(rank)
-        # The minimum, rounded below: the delay of reports varies, which is not a change.
+        # Rounded below: otherwise the varying delay of reports would look like a change.
         entry["since"] = min(entry["since"], since)
         if each.source and each.source not in entry["sources"]:
             entry["sources"].append(each.source)

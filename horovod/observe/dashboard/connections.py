@@ -1,4 +1,4 @@
-"""Limit the number of connections to the page, and how long an idle peer may hold one.
+"""Limit the number of connections to the page, and the time for which an idle peer holds one.
 
 `server` puts a `Guarded` around aiohttp's protocol of every connection. The launcher needs its
 descriptors for the job: above a limit the connection that was idle longest is closed, so that

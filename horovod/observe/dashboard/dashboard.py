@@ -141,7 +141,7 @@ class Dashboard(JobWatcher):
                 get_logger(__name__).exception("the dashboard made a mistake; the job goes on")
 
     def _take_all(self) -> None:
-        """Take all events and reports since the last call, in the order of time."""
+        """Take all events and reports since the last call, oldest first."""
         board = self._board
         events = deque(self._events.popleft() for _ in range(len(self._events)))
         reports = self._reports.take()
@@ -157,7 +157,7 @@ class Dashboard(JobWatcher):
         board.update(time.time())
         if (
             board.crowded and board.elastic and not self._announced_crowding
-        ):  # a fixed job says it at its start
+        ):  # a fixed job has said so at its start
             self._announced_crowding = True
             self._say(f"{board.crowded}. {CROWDED_ADVICE}")
         self._stacks.look(board, time.monotonic())

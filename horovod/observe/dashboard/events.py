@@ -69,7 +69,7 @@ class EventLog:
             if now - self._announced.get((rank, kind), -_QUIET) >= _QUIET
         }
         self._announced |= dict.fromkeys(((rank, kind) for rank in new), now)
-        if len(new) > _MOST_SINGLE:  # such as all of a host, or of the job
+        if len(new) > _MOST_SINGLE:  # such as all ranks of a host
             first = next(iter(new.values()))
             self.add("slow", f"{len(new)} ranks ({format_ranks(list(new))}): {first.text}", now)
         else:

@@ -16,7 +16,7 @@ STOPPED_BY_LAUNCHER = "stopped by the launcher"
 
 @dataclass
 class Rank:
-    """What is known about a rank."""
+    """Everything that the board knows about a rank."""
 
     rank: int
     worker: str  # "w3" in an elastic job, the rank otherwise
@@ -43,7 +43,7 @@ class Rank:
 
     @property
     def state(self) -> str:
-        """One word for the page."""
+        """The state of the rank in one word, for the page."""
         if self.code is not None:
             return "ended" if self.code == 0 or self.ended_by else "failed"
         if self.report is None:

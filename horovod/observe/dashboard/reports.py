@@ -122,7 +122,7 @@ class ReportQueue:
         store.watch(self._on_key)
 
     def take(self) -> deque[tuple[float, Report]]:
-        """Return the reports since the last call that make sense, with the times they came at."""
+        """Return the usable reports since the last call, each with the time at which it came."""
         taken: deque[tuple[float, Report]] = deque()
         for _ in range(len(self._entries)):
             at, key, content = self._entries.popleft()

@@ -30,7 +30,7 @@ class TimeSeries:
     def add(
         self, at: float, weight: float, sums: Sequence[float], peak: float, version: int
     ) -> None:
-        """Add values of a moment.
+        """Add the values of one moment.
 
         Args:
             at: The time in seconds.

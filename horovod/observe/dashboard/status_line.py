@@ -1,7 +1,7 @@
-"""Show how a job goes in one line on the terminal: ``--progress``, for people without a browser.
+"""Describe the progress of a job in one line on the terminal (``--progress``).
 
-`run_job` makes a `StatusLine`. It gets the same reports of the ranks as the dashboard, makes the
-same picture of them, and so calls the same ranks slow. `output.progress` shows the line.
+`run_job` makes a `StatusLine`. It gets the same reports from the ranks as the dashboard and judges
+them by the same rules, so both call the same ranks slow. `output.progress` shows the line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find the ranks that hold others up, and why, as far as the reports show it.
+"""Find the ranks that hold others up, and the reasons that the reports show.
 
 These are pure functions. `board` calls `find_stragglers` at every update and hands the result to
 `Verdicts`, which shows a finding only once it has lasted. In synchronous training all ranks have
@@ -90,10 +90,10 @@ class TypicalStep:
 
 @dataclass(frozen=True)
 class RankView:
-    """What is known about a rank when stragglers are looked for."""
+    """The facts about a rank by which stragglers are found."""
 
     host: str
-    typical: TypicalStep | None  # of its last steps
+    typical: TypicalStep | None  # the medians of its last steps
     silent: float  # seconds since its last report
     process_state: str  # the letter in /proc/<pid>/stat; empty if that cannot be read
     awaited: float = 0.0  # seconds that others have waited for it
@@ -102,7 +102,7 @@ class RankView:
 
     @property
     def patience(self) -> float:
-        """A factor for all times to wait for the rank."""
+        """A factor by which to prolong every time limit for the rank."""
         return _CROWDED_PATIENCE if self.is_crowded else 1.0
 
 
@@ -162,10 +162,10 @@ def awaited_seconds(view: RankView, step: float) -> float:
 
 
 class Verdicts:
-    """What is shown about each rank: findings that have lasted, until they are gone for good.
+    """Decides what to show about each rank: findings that last, until they are gone for good.
 
-    Facts are removed at once. That a process is stopped or silent is shown at once, too. That
-    others wait for a rank is shown if it is still true a report later: they may have gone on.
+    Facts disappear at once when they end. A stopped or silent process is shown at once, too. A rank
+    that others wait for is shown if they still wait one report later.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class Verdicts:
 
 @dataclass
 class _Case:
-    """One rank: what is shown about it, and what is found now."""
+    """The shown finding about one rank, and its present one."""
 
     said: Straggler | None = None
     found: str = ""  # the kind of the present finding; empty if there is none

@@ -18,7 +18,7 @@ from horovod.runner.output.lines import Line
 _KEPT_LINES = 200
 _KEPT_WORKERS = 1024
 _LONGEST = 400
-_SAVED_LINES = 20_000  # of all workers together, in a saved page
+_SAVED_LINES = 20_000  # lines of all workers together, in a saved page
 _ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
 

@@ -31,24 +31,24 @@ from horovod.observe.timeline.format import DEVICES
 from horovod.observe.timeline.matching import Match, match
 from horovod.observe.timeline.recording import Recording, TimeSpan
 
-LATE_SHARE, LATE_MICROSECONDS = 0.01, 100.0  # of a step, and in all: less is not late
+LATE_SHARE, LATE_MICROSECONDS = 0.01, 100.0  # of a step, and in all: the least delay that counts
 
 
 @dataclass
 class Analysis:
-    """What `analyse` found."""
+    """The result of `analyse`."""
 
-    hosts: dict[int, str]  # of each rank with a file
+    hosts: dict[int, str]  # by rank, for ranks with a file
     steps: list[StepSplit]  # the usual ones
     long_steps: LongSteps = field(default_factory=LongSteps)
     steps_from: str = ""  # what the steps are taken from
     awaited_collectives: list[AwaitedCollective] = field(default_factory=list)
     collectives_per_step: float = 0.0
-    operations_per_step: float = 0.0  # that move data: more than collectives if not fused
+    operations_per_step: float = 0.0  # operations that move data
     bytes_per_step: float = 0.0
     transports: list[str] = field(default_factory=list)  # e.g. SHM, TCP, NCCL
     missing_ranks: list[int] = field(default_factory=list)  # without a file
-    cores: dict[int, frozenset[int]] = field(default_factory=dict)  # of each rank, where known
+    cores: dict[int, frozenset[int]] = field(default_factory=dict)  # by rank, where known
     fusion_threshold: int | None = None  # bytes, at the start of the job
     notes: list[str] = field(default_factory=list)
 

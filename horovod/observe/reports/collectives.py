@@ -21,7 +21,7 @@ class AwaitedCollective:
 
     name: str
     count: int
-    nbytes: int | None  # of one
+    nbytes: int | None  # bytes of one collective
     tensors: tuple[str, ...]
     spread: float  # microseconds between the first and the last rank, on average
     waited: float  # microseconds that all ranks together waited for the last one

@@ -14,7 +14,7 @@ _NAMED_HOSTS = 3
 
 
 class HostLoad(NamedTuple):
-    """How many ranks run on a host, and how many cores they may use together."""
+    """The number of ranks on a host, and of the cores that they may use together."""
 
     host: str
     ranks: int
@@ -28,8 +28,8 @@ def count_ranks_and_cores(
 
     Args:
         hosts: The host of each rank.
-        cores: The numbers of the cores that each rank may use, as far as that is known. A host
-            counts only if it is known of all its ranks: each may be bound to a core of its own.
+        cores: The numbers of the cores that each rank may use, if known. A host counts only if
+            those of all its ranks are known, as each may be bound to a core of its own.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, host in hosts.items():

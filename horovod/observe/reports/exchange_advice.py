@@ -12,7 +12,7 @@ from horovod.observe.reports.losses import Losses
 from horovod.observe.timeline.format import DEVICES
 
 LOCAL = ("SHM", "SINGLE", "")  # transports inside one host
-FEWEST_OPERATIONS = 3  # in a step: fewer are not many
+FEWEST_OPERATIONS = 3  # in a step; fewer are worth no advice
 SMALL = 1 << 20  # bytes: starting a smaller operation takes longer than moving it
 SMALL_THRESHOLD = 1 << 20  # bytes: a lower HOROVOD_FUSION_THRESHOLD helps nobody
 SLOW_LINK = 60e6  # bytes a second: half of what 1 Gbit/s carries

@@ -15,15 +15,15 @@ from statistics import median
 
 from horovod.observe.reports.splitting import StepSplit
 
-# A long step takes at least this many times the median, and is at least this many times as far from
-# it as the median step is.
+# A long step takes at least `LONG_STEP` times the median, and its distance from the median is at
+# least `_OUTSIDE` times the usual (median) distance.
 LONG_STEP, _OUTSIDE = 2.5, 9.0
 WARM_UP = 5  # steps at the beginning that may be long without meaning anything
 _REGULAR = 0.75  # the share of distances between long steps that a period must explain
 
 
 class Where(Enum):
-    """What was long in a long step."""
+    """The part of a step that made the step long."""
 
     ONE_RANK = "one rank came late"
     ALL_RANKS = "all ranks took long"
@@ -42,7 +42,7 @@ class LongStep:
 
     @property
     def reason(self) -> str:
-        """What was long, and on which rank if it was one."""
+        """Words for the part that was long, with the rank if only one was concerned."""
         whose = f" (rank {self.last})" if self.where in (Where.ONE_RANK, Where.CORES) else ""
         return f"{self.where.value}{whose}"
 
@@ -84,7 +84,7 @@ class LongSteps:
 
     @property
     def where(self) -> Where:
-        """What was long, for most of the excess time."""
+        """The part that accounts for most of the excess time."""
         excess: Counter[Where] = Counter()
         for each in self.counted:
             excess[each.where] += round(each.excess)
@@ -119,7 +119,7 @@ def set_apart(steps: Sequence[StepSplit]) -> tuple[list[StepSplit], LongSteps]:
 
 
 def _explain(step: StepSplit, usual: float, usual_exchange: float) -> LongStep:
-    """Find what was long in a step, given what a step and its exchange usually take."""
+    """Find the part that made a step long, given how long a step and its exchange usually are."""
     excess = step.duration - usual
     computes = step.computes
     last = max(computes, key=lambda rank: computes[rank])

@@ -4,10 +4,10 @@ In synchronous training a step lasts as long as the rank that computes longest, 
 that nothing hides. Causes are taken off the computing time one after the other, so that no
 microsecond is counted twice:
 
-- cores: what the longest computation would be shorter by if every rank had a core when it wanted
+- cores: how much shorter the longest computation would be if every rank had a core when it wanted
   one;
-- slow ranks: what it would then be shorter by without the ranks that are slow in all steps;
-- turns: what the slowest of the remaining ranks takes longer than the rank in the middle;
+- slow ranks: how much shorter it would then be without the ranks that are slow in all steps;
+- turns: how much longer the slowest of the remaining ranks takes than the rank in the middle;
 - computing: the rest.
 """
 
@@ -23,7 +23,7 @@ from horovod.observe.reports.splitting import StepSplit
 
 @dataclass(frozen=True)
 class Losses:
-    """Microseconds of a usual step, on average."""
+    """The microseconds that a usual step has, on average, and those that it loses to each cause."""
 
     step: float
     computing: float  # of a rank in the middle: advice cannot make it shorter
@@ -70,5 +70,5 @@ def _comparable(steps: Sequence[StepSplit]) -> list[StepSplit]:
 
 
 def _starved_exchanging(step: StepSplit) -> float:
-    """Return how long ranks had no core outside of computing, as their median."""
+    """Return how long ranks had no core while they did not compute: the median of the ranks."""
     return median((each.starved or 0.0) - each.starved_computing for each in step.ranks.values())

@@ -98,7 +98,7 @@ def _advice(analysis: Analysis, advice: Sequence[Advice]) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Return a text with a capital letter and a full stop."""
+    """Return the text as a sentence: with a capital letter and a full stop."""
     return f"{text[0].upper()}{text[1:]}."
 
 

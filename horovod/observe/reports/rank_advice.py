@@ -137,7 +137,7 @@ def _advise_where_slow(analysis: Analysis, ranks: Sequence[int]) -> str:
 
 
 class _Comparison(NamedTuple):
-    """How long something takes on some ranks and on the others."""
+    """The times that something takes on some ranks and on the others."""
 
     own: float
     others: float

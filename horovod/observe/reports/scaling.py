@@ -36,7 +36,7 @@ _COLUMNS = (
 )
 _PUBLISHED_COLUMNS = ("published_seconds", "published_speedup", "published_efficiency")
 _MODES = ("weak", "strong")
-_MUCH = 0.2  # of the median; if runs of one size differ by more, small differences mean little
+_MUCH = 0.2  # share of the median; if runs of one size differ by more, small differences are noise
 _TOO_GOOD = 1.1  # efficiency above this needs an explanation, most often a wrong base
 
 

@@ -23,7 +23,7 @@ from statistics import fmean, median
 
 CHANCE = 1e-3  # the largest probability with which chance may explain what counts as a finding
 _STRETCHES = 4  # into which the steps are cut; the ranks must be slow in all but one of them
-_FEWEST_STEPS = 4  # in a stretch
+_FEWEST_STEPS = 4  # steps in a stretch
 
 BACKWARD, COMPUTE, LINK = "backward", "compute", "link"
 WHERE_TO_LOOK = {
@@ -41,7 +41,7 @@ WHERE_TO_LOOK = {
 class Sensitivity:
     """The least difference between slow ranks and others that means something."""
 
-    share: float  # of a step
+    share: float  # a share of the step
     seconds: float = 0.0  # differences up to this one come from timers and schedulers
 
     def least_gap(self, step: float) -> float:
@@ -62,7 +62,7 @@ class SlowRanks:
     times_last: int  # the number of steps in which one of them was the last
     num_steps: int
     excess: float  # their median time to compute, minus that of the others
-    cost: float  # what a step would be shorter by, on average, if they were like the others
+    cost: float  # how much shorter a step would be, on average, if they were like the others
 
 
 def find_slow_ranks(times: Mapping[int, Sequence[float]], least_gap: float) -> SlowRanks | None:

@@ -74,7 +74,7 @@ class StepSplit:
 
     @property
     def computes(self) -> dict[int, float]:
-        """How long each rank computed, as far as the files tell."""
+        """How long each rank computed; of ranks without a file, how long they took to submit."""
         return self.arrivals | {rank: split.compute for rank, split in self.ranks.items()}
 
     @property
@@ -85,7 +85,7 @@ class StepSplit:
 
 
 class RankTimes:
-    """What one rank did at which times, ready to be cut into steps."""
+    """The times at which one rank did what; `split` cuts them into steps."""
 
     def __init__(self, recording: Recording, matches: Sequence[Match]) -> None:
         rank = recording.rank

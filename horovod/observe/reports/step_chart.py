@@ -13,9 +13,9 @@ from horovod.observe.reports.analysis import Analysis
 from horovod.observe.reports.long_steps import LongStep
 from horovod.observe.reports.splitting import PARTS, StepSplit
 
-MOST_COLUMNS = 160  # of more steps, several share a column
+MOST_COLUMNS = 160  # if there are more steps, several share a column
 MOST_ROWS = 20
-MOST_RANKS = 8  # below the chart
+MOST_RANKS = 8  # ranks with a row below the chart
 
 WIDE, HIGH, LEFT, ROW = 900.0, 200.0, 64.0, 16.0  # chart, its left margin, height of a row below
 HEADROOM = 12.0  # above the highest bar

@@ -16,12 +16,12 @@ import torch
 from horovod.observe.statistics.device_clock import Mark
 from horovod.transport.base import DEVICE, NETWORK, SHARED_MEMORY
 
-MOST_TIMINGS = 4096  # of operations that a device has not completed
+MOST_TIMINGS = 4096  # remembered operations that a device has not completed
 
 
 @dataclass(slots=True, eq=False)
 class Counters:
-    """What one channel has done. Written by the thread that runs its rounds, read by any."""
+    """Counts of one channel. The thread that runs its rounds writes them; any thread may read."""
 
     media: tuple[str, ...] = ()  # what carries tensors in host memory
     wait: float = 0.0  # seconds until all ranks were there
@@ -33,12 +33,12 @@ class Counters:
     bytes_moved: dict[str, int] = field(
         default_factory=lambda: {SHARED_MEMORY: 0, NETWORK: 0, DEVICE: 0}
     )
-    # Rounds of the background thread: their seconds of waiting and reducing, when the present
-    # one began (0: there is none), and how many of these seconds somebody waited for.
+    # Rounds of the background thread: seconds that they waited and reduced, the time at which the
+    # present one began (0 if there is none), and for how many of the seconds somebody waited.
     background: float = 0.0
     background_since: float = 0.0
     awaited: float = 0.0
-    # What devices complete later than this process goes on. Emptied by `settle`.
+    # Work that devices complete after this process has gone on; `settle` counts and removes it.
     timings: deque[Timing] = field(default_factory=lambda: deque(maxlen=MOST_TIMINGS))
     device_reduce: float = 0.0
     device_hidden: float = 0.0
@@ -51,7 +51,7 @@ class Counters:
             self.device_hidden += hidden
 
     def count(self, nbytes: int, media: tuple[str, ...], reduces: bool, on_wire: int) -> None:
-        """Count the bytes of an operation; ``on_wire`` is what is left of them on a network."""
+        """Count the bytes of an operation, of which ``on_wire`` go over a network."""
         if reduces:
             self.bytes_reduced += nbytes
         for medium in media:

@@ -1,11 +1,11 @@
-"""How long the device took for one step's reductions on a lane, by its own clock.
+"""Measure, by the device's own clock, how long the reductions of one step on a lane take.
 
-The host runs ahead of the device, so its clock says nothing about them. Marks in the program's own
-stream say when backward began and ended, and for how long that stream then waited; marks in a
-stream beside it say when each reduction ended. What the program did not wait for was hidden behind
-computing. Marks cost the device some time (about 1 % of a step of ResNet-50), so
-`horovod.torch.gradients.direct_reducer` measures a step now and then; the steps in between count as
-long.
+The host runs ahead of the device, so its clock says nothing about reductions. Marks in the
+program's own stream say when backward began and ended, and how long that stream then waited; marks
+in a stream beside it say when each reduction ended. The time that the program did not wait was
+hidden behind computing. Marks cost the device some time (about 1 % of a step of ResNet-50), so
+`horovod.torch.gradients.direct_reducer` measures a step now and then; the steps in between are
+taken to be as long.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from horovod.transport.device.process_group import DeviceWork
 
 
 class TimedReduction(NamedTuple):
-    """One reduction."""
+    """A reduction, with the marks of its beginning and end."""
 
     name: str
     nbytes: int
     dtype: torch.dtype
     ready: Mark  # when its gradients were there
-    ended: Mark | None  # when the result was; None where nothing tells
+    ended: Mark | None  # when the result was there; None where no mark says so
 
 
 class LaneTiming:
-    """One step of one optimizer, from its first gradient on."""
+    """Times one step of one optimizer, from its first gradient on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,17 +42,17 @@ class LaneTiming:
         self._asked: Mark | None = None  # the end of backward: the program needs the results
         self._waits: list[tuple[Mark, Mark]] = []
         self._reductions: list[TimedReduction] = []
-        self._is_complete = False  # whether nothing more is waited for in this step
+        self._is_complete = False  # whether the program has waited for all results of this step
         self._seconds: tuple[float, float] | None = None
 
     # -- during the step -------------------------------------------------------------------
 
     def end_backward(self) -> None:
-        """The program needs the results from here on."""
+        """Note that the program needs the results from here on."""
         self._asked = Mark(self._device)
 
     def add(self, name: str, work: DeviceWork, nbytes: int, dtype: torch.dtype) -> None:
-        """A reduction was begun."""
+        """Note that a reduction was begun."""
         ready = Mark(self._device)
         ended = None
         if self._device.type != "cpu":
@@ -64,7 +64,7 @@ class LaneTiming:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what lets the program's stream wait for results."""
+        """Surround a call that makes the program's stream wait for results."""
         began = Mark(self._device)
         try:
             yield
@@ -72,13 +72,13 @@ class LaneTiming:
             self._waits.append((began, Mark(self._device)))
 
     def complete(self) -> None:
-        """All results of the step have been waited for."""
+        """Note that the program has waited for all results of the step."""
         self._is_complete = True
 
     # -- afterwards ------------------------------------------------------------------------
 
     def is_over(self) -> bool:
-        """Whether the device has done all of it."""
+        """Return whether the device has done all work of the step."""
         if not self._is_complete:
             return False
         return not self._waits or self._waits[-1][1].has_passed()
@@ -100,7 +100,7 @@ class LaneTiming:
         return sum(ended - began for _, began, ended in self._spans(self._first.seconds_until))
 
     def _spans(self, time_of: Any) -> Iterator[tuple[TimedReduction, float, float]]:
-        """Each reduction with its beginning and end; they come one after the other."""
+        """Yield each reduction with its beginning and end; the device does one after the other."""
         free = float("-inf")
         for each in self._reductions:
             if each.ended is not None:
@@ -113,7 +113,7 @@ class LaneTiming:
         return 0.0 if self._asked is None else self._first.seconds_until(self._asked)
 
     def measure(self) -> tuple[float, float]:
-        """Wait until the device has done all of it; return what reducing and backward took."""
+        """Wait until the device has done all work; return the seconds of reducing and backward."""
         if self._waits:
             self._waits[-1][1].wait()
         return self.reducing(), self.backward()
@@ -123,7 +123,7 @@ class LaneTiming:
     ) -> None:
         """Write the step into the timeline, once it is over.
 
-        `row` is the optimizer's, `last` the step before this one.
+        `row` is the name of the optimizer, `last` the step before this one.
         """
         if not self._waits:
             return
@@ -149,12 +149,12 @@ class Anchor:
         self._time = time.perf_counter()
 
     def time_of(self, mark: Mark) -> float:
-        """Return when a moment was that has passed, by `time.perf_counter`."""
+        """Return when the device passed a mark, by `time.perf_counter`."""
         return self._time + self._mark.seconds_until(mark)
 
 
 class StepRecorder:
-    """Writes the steps of one optimizer into the timeline, when the device is done with them."""
+    """Writes the steps of one optimizer into the timeline, once the device has done them."""
 
     def __init__(self, row: str, device: torch.device) -> None:
         self._row = row
@@ -163,7 +163,7 @@ class StepRecorder:
         self._last: LaneTiming | None = None
 
     def add(self, timeline: Timeline, number: int, timing: LaneTiming) -> None:
-        """Write what is over, and remember this step."""
+        """Remember this step, and write the steps that are over."""
         self._steps.append((number, timing))
         while self._steps and self._steps[0][1].is_over():
             number, step = self._steps.popleft()
@@ -175,7 +175,7 @@ _streams: dict[torch.device, Any] = {}
 
 
 def _stream_beside(device: torch.device) -> Any:
-    """A stream in which nothing is done but to wait for results."""
+    """Return a stream of the device that does nothing but wait for results."""
     if device not in _streams:
         _streams[device] = torch.get_device_module(device).Stream(device)
     return _streams[device]

@@ -22,9 +22,9 @@ from horovod.observe.statistics.counters import MOST_TIMINGS, Counters, Timing, 
 from horovod.observe.statistics.metrics import check_name, check_number, check_step
 
 MOST_NAMES = 100  # metrics of a process
-MOST_VALUES = 200  # of a metric that are kept between two reports
-MOST_STEPS = 50  # in a report
-KEPT_STEPS = 256  # between two reports
+MOST_VALUES = 200  # values of a metric that are kept between two reports
+MOST_STEPS = 50  # steps in a report
+KEPT_STEPS = 256  # steps that are kept between two reports
 
 _RATE_STEPS = 20  # steps over which their number per second is taken
 _SAMPLE_SECONDS = 1.0  # between looks at the memory of the GPU, which take tens of microseconds
@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 class Statistics:
-    """The numbers of this process since `init`; those of an elastic job go on in its next one."""
+    """The numbers of this process since `init`; re-forming an elastic job keeps them."""
 
     def __init__(self) -> None:
         self.enabled = True  # a switch for benchmarks, read when a channel is made and by steps
@@ -65,8 +65,8 @@ class Statistics:
         self._recent: deque[Step] = deque(maxlen=KEPT_STEPS)
         self._in_steps = [0.0, 0.0, 0.0]  # seconds of waiting, of reducing, and of hidden work
         self._last = Totals()  # at the end of the last step
-        self._last_end = 0.0  # when that was; 0: nothing is known of the step that goes on
-        self._backward = 0.0  # seconds of the step that goes on
+        self._last_end = 0.0  # when that was; 0: nothing is known about the present step
+        self._backward = 0.0  # seconds in the present step
         self._device_backward: deque[Timing] = deque(maxlen=MOST_TIMINGS)
         self.metrics: dict[str, deque[tuple[int, float]]] = {}
 
@@ -105,7 +105,7 @@ class Statistics:
     # -- steps -----------------------------------------------------------------------------
 
     def reform(self) -> None:
-        """Forget the step that goes on: the next one begins among other ranks."""
+        """Forget the present step: the next one begins among other ranks."""
         self._last_end = self._backward = 0.0
 
     def add_backward(self, seconds: float, buckets: int, on_device: Timing | None = None) -> None:
@@ -134,7 +134,7 @@ class Statistics:
         now = time.monotonic()
         with self._lock:
             wait, reduce, hidden = self._past[:3]
-            for counters in self._counters:  # without the sum of everything
+            for counters in self._counters:  # cheaper than `_sum`, which adds up everything
                 counters.settle()
                 wait += counters.wait
                 reduce += counters.reduce + counters.device_reduce
@@ -142,7 +142,7 @@ class Statistics:
             while self._device_backward and self._device_backward[0].is_over():
                 self._backward += self._device_backward.popleft().backward()
             last_end, last = self._last_end, self._last
-            if not last_end:  # a first step without a beginning: nothing can be said of it
+            if not last_end:  # the first step, whose beginning is not known: it counts 0 seconds
                 last_end, last = now, Totals(wait, reduce, hidden)
             seconds = now - last_end
             waited = max(0.0, wait - last.wait)
@@ -209,7 +209,7 @@ class Statistics:
     # -- metrics ---------------------------------------------------------------------------
 
     def log(self, values: Mapping[str, Any], step: Any) -> None:
-        """Keep a script's own numbers for the next report; raise ValueError before any is kept."""
+        """Keep a script's own numbers for the next report; if one is wrong, raise ValueError."""
         checked = {check_name(name): check_number(name, value) for name, value in values.items()}
         at = self.steps if step is None else check_step(step)
         with self._lock:

@@ -41,7 +41,7 @@ class Ranges:
         listens = _INJECTED in os.environ and not config.disable_nvtx_ranges
         self._nvtx = listens and torch.cuda.is_available()
         self._log = logger.isEnabledFor(logging.DEBUG)
-        self.always = self._nvtx or self._log  # else only while a profiler records
+        self.always = self._nvtx or self._log  # if not, only while a profiler records
 
     @contextmanager
     def around(self, requests: Sequence[Operation], nbytes: int, transport: str) -> Iterator[None]:

@@ -58,7 +58,7 @@ class ReportedJob(Protocol):
 
     @property
     def generation(self) -> int:
-        """That of an elastic job; 0 in others."""
+        """The number of an elastic job's generation; 0 in other jobs."""
 
     @property
     def channels(self) -> Mapping[int, ObservedChannel]:
@@ -80,7 +80,7 @@ class Reporter:
         self._reported_steps = self._steps_before
         self._gpu = GpuUse()
         self._notes = WaitingNotes(job)
-        self._metrics: dict[str, list[tuple[int, float]]] = {}  # that are still to be sent
+        self._metrics: dict[str, list[tuple[int, float]]] = {}  # values to send
         self._complained = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="horovod-stats", daemon=True)
@@ -117,7 +117,7 @@ class Reporter:
             act()
             return True
         except Exception as error:
-            # Anything: a report is never worth a job. A broken connection is not used again.
+            # Catch everything: no report is worth a job. A broken connection is not used again.
             self._disconnect()
             if not self._complained:
                 self._complained = True
@@ -187,7 +187,7 @@ class WaitingNotes:
     def __init__(self, job: ReportedJob) -> None:
         self._job = job
         self._posted: dict[int, str] = {}  # by process set: the key of our note
-        self._compared: set[str] = set()  # notes that others have had the time to answer
+        self._compared: set[str] = set()  # notes old enough that other ranks' have come as well
 
     def look(self, store: Store) -> None:
         """Write a note about what this rank waits for, and delete notes about what has run."""

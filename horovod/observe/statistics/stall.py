@@ -3,8 +3,8 @@
 One thread per process looks at the channels now and then (a quarter of the warning time), so an
 idle process costs nothing and transports know nothing of stalls. A rank that has waited too long
 puts what it waits for, and the line of the user's code that submitted it, into the job's store;
-the lowest of these ranks tells people who is missing. The store may be out of reach, which may be
-the very reason of the stall: it is asked from a thread of its own, and a rank that gets no answer
+the lowest of these ranks tells people who is missing. A broken network may be the reason of the
+stall and cut off the store too: so a separate thread asks the store, and a rank that gets no answer
 still ends its operations in time.
 """
 
@@ -100,7 +100,7 @@ class StallInspector:
             logger.error("%s\nShutting down after %g s, as configured.", text, waited)
             reports = reports or {}
             missing = find_missing(channel.group.size, reports)
-            # Those that wait for nothing come first: others may have gone on waiting only now.
+            # Blame ranks that wait for nothing before those that merely wait for other operations.
             guilty = missing.keys() - reports.keys() or find_behind(reports) or missing
             why = f"stalled for {waited:.1f} s: {text}"
             channel.abort(HorovodInternalError(why, ranks=sorted(guilty)))
@@ -145,7 +145,7 @@ def _reports(group: Group, mine: dict[str, Any], fatal: bool) -> Reports:
         return reports
     for rank in waiting:
         data = None if rank == group.rank else store.try_get(f"stall/{rank}")
-        if data is not None:  # else it has gone on meanwhile
+        if data is not None:  # otherwise that rank has gone on meanwhile
             reports[rank] = json.loads(data)
     if fatal:
         store.set("stalled/reports", json.dumps(list(reports.items())).encode())
@@ -169,8 +169,8 @@ def find_missing(size: int, reports: Reports) -> dict[int, list[str]]:
 def find_behind(reports: Reports) -> set[int]:
     """Return the waiting ranks that are behind the others: they have run fewer operations.
 
-    When the program of a rank hangs in the middle of an operation, some ranks have what they need
-    of it, and wait for the next one. They lack nothing that those behind still wait for.
+    When the program of a rank hangs in the middle of an operation, some of the others have their
+    results and already wait for the next operation: these are not missing in the earlier one.
     """
     run = {rank: report["run"] for rank, report in reports.items() if "run" in report}
     return {rank for rank, count in run.items() if count < max(run.values())}

@@ -29,7 +29,7 @@ from horovod.observe.timeline.matching import by_key
 from horovod.observe.timeline.recording import Phase, RecordedCollective, Recording, TimeSpan
 
 MOST_STRETCHES = 50
-LEAST_COMPARISONS = 20  # in a stretch, if there is more than one
+LEAST_COMPARISONS = 20  # comparisons in a stretch, if there is more than one stretch
 LEAST_STRETCH = 10e6  # microseconds: in less, delays would look like drift
 
 
@@ -41,14 +41,14 @@ class Comparison:
     """
 
     time: float  # when the ranks of the second host agreed, on its own clock
-    difference: float  # of the clocks, if that was the same moment on both
+    difference: float  # of the clocks, if both hosts agreed at one moment
     least_difference: float
     most_difference: float
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a clock is ahead of another, at some of its times; linear in between."""
+    """The lead of one clock over another, known at some of its times and linear in between."""
 
     times: tuple[float, ...]
     leads: tuple[float, ...]

@@ -21,7 +21,7 @@ from horovod.observe.timeline.matching import Match, match
 from horovod.observe.timeline.recording import RecordedCollective, Recording, read_recordings
 
 ROWS_OF_A_RANK = 1000  # its threads are numbered from rank * this
-MOST_NAMES = 20  # of a bucket's tensors that the arguments of a slice list
+MOST_NAMES = 20  # names of a bucket's tensors that the arguments of a slice list
 
 
 @dataclass

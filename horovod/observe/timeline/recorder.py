@@ -15,8 +15,8 @@ Upstream has none of the following, which is in arguments of these events or in 
 - the end of a negotiation tells the number of the collective in its process set, the same on all
   ranks, so that readers can match the files of ranks that began to record at different times;
 - "WAIT" in the row "waiting" is time in which a thread of the program waited for results;
-- "STEP" and "BACKWARD" in an optimizer's row are its steps; where the kernel tells, a step has for
-  how many microseconds its thread ran, and for how many it waited for a core ("starved").
+- "STEP" and "BACKWARD" in an optimizer's row are its steps; where the kernel counts them, a step
+  has the microseconds in which its thread ran, and those in which it lacked a core ("starved").
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class Timeline:
         self._begin(name, f"NEGOTIATE_{kind.upper()}")
 
     def rank_ready(self, name: str, rank: int, at: float, number: int) -> None:
-        """Record when a rank had submitted the tensor, which is found out later.
+        """Record when a rank had submitted the tensor; that becomes known only later.
 
-        `number` is that of `negotiate_end`, for by then the name may be in use again.
+        `number` is that of `negotiate_end`, because the name may be in use again by now.
         """
         body = f'"ph": "X", "name": "{rank}", "dur": 0, "args": {{"number": {number}}}'
         self._event(name, body, at)
@@ -187,7 +187,7 @@ class Timeline:
             ended: The time of its last gradient; by default now.
         """
         about = f'"step": {number}'
-        if ended is None:  # else a device's step, about which the thread's times say nothing
+        if ended is None:  # otherwise a device made the step, and the thread's times mean nothing
             ended = time.perf_counter()
             about += self._thread_times(row)
         self._span(row, STEP, began, ended, f"{{{about}}}")

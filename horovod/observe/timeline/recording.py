@@ -37,7 +37,7 @@ class RecordedCollective:
     key: Key
     submitted: float
     agreed: float | None = None  # when all ranks had agreed to run it
-    started: float | None = None  # of a barrier in upstream's files: never
+    started: float | None = None  # None for barriers in upstream's files
     ended: float | None = None
     phases: list[Phase] = field(default_factory=list)
     ready: dict[int, float] = field(default_factory=dict)  # when each rank had submitted it
@@ -53,7 +53,7 @@ class RecordedCollective:
 
     @property
     def met(self) -> float | None:
-        """A moment that was about the same one on all ranks, and after all had submitted it."""
+        """A moment that came at about the same time on all ranks, after all had submitted."""
         return self.ended if self.is_direct else self.agreed
 
     @property
@@ -70,8 +70,8 @@ class TimeSpan:
 
     began: float
     ended: float
-    number: int = 0  # of the step
-    what: str = ""  # the program waits for
+    number: int = 0  # the number of the step
+    what: str = ""  # what the program waits for
     ran: float | None = None  # how long the step's thread had a core; None where unknown
     starved: float | None = None  # how long it was ready to run and had none
 
@@ -94,7 +94,7 @@ class Recording:
     steps: dict[str, list[TimeSpan]] = field(default_factory=dict)  # by the name of the optimizer
     backwards: dict[str, list[TimeSpan]] = field(default_factory=dict)
     cycles: list[float] = field(default_factory=list)
-    tensors: dict[str, list[str]] = field(default_factory=dict)  # of the rows that are groups
+    tensors: dict[str, list[str]] = field(default_factory=dict)  # by row, for groups
     ended: float = 0.0  # the last time in the file
 
 

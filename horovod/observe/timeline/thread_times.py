@@ -29,7 +29,7 @@ def thread_times() -> ThreadTimes | None:
         return None
     if ran == b"0":  # a kernel that has the file and does not count
         return None
-    # The file's own number for a thread that runs is of the last tick, up to 10 ms ago.
+    # For a running thread the file's own number is as old as the last tick, up to 10 ms.
     return ThreadTimes(time.thread_time(), int(starved) / 1e9)
 
 

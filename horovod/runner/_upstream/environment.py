@@ -74,7 +74,7 @@ def get_env_rank_and_size() -> tuple[int, int]:
 
 
 class LSFUtils:
-    """What LSF says about the job that this process belongs to."""
+    """Tells what LSF says about the job that this process belongs to."""
 
     @staticmethod
     def using_lsf() -> bool:

@@ -6,10 +6,10 @@ but the standard library, of which it imports little: hundreds of agents may sta
 starts workers, each in a session of its own, passes on their output and their exit codes, and ends
 them when it is told to or when the launcher is gone.
 
-Why a process of its own: a launcher killed by SIGKILL cannot clean up, and a signal on the
-parent's death (PR_SET_PDEATHSIG) is bound to a thread, races with the start and never reaches
-grandchildren. The agent survives the launcher and notices its death by the closed pipe. It is a
-"child subreaper": whatever a worker leaves behind, even a daemon that has left its session,
+The agent is a separate process because a launcher killed by SIGKILL cannot clean up, and a signal
+on the parent's death (PR_SET_PDEATHSIG) is bound to a thread, races with the start and never
+reaches grandchildren. The agent survives the launcher and notices its death by the closed pipe. It
+is a "child subreaper": whatever a worker leaves behind, even a daemon that has left its session,
 becomes the agent's child. So "no child left" means that everything is gone, and no process of the
 job escapes a kill.
 
@@ -21,8 +21,8 @@ Commands come on stdin, as the agent's source did; end of file stands for a lost
   `local_host.share_of_cores`). An empty program name stands for the Python that runs the agent.
   With ``input`` a worker's stdin is what "input" commands bring. This command may come repeatedly.
 - ``{"stop": grace}``: SIGTERM to all workers and SIGKILL to everything after ``grace`` seconds (0:
-  at once). With ``"ids": [...]`` only these workers and what they started. With ``"interrupt":
-  true`` SIGINT instead, and SIGTERM 5 seconds before the end of the time.
+  at once). With ``"ids": [...]`` this is for these workers and what they started. ``"interrupt":
+  true`` sends SIGINT instead, and SIGTERM 5 seconds before the time is over.
 - ``{"input": id, "data": bytes}``: more of a worker's stdin; no data stands for its end.
 - ``{"probe": {...}}``: see `probe`; the answer is the event ``{"probed": {...}}``.
 - ``{"stack": {"id", "pid"}}``: see `stack`; the answer is the event ``{"stack": {"id", "text"}}``.
@@ -30,11 +30,11 @@ Commands come on stdin, as the agent's source did; end of file stands for a lost
   `local_host.end_leftovers`.
 - ``{"close": true}``: no more starts will come; end when no process is left.
 
-Events, in the frames of `frames`: ``{"hello": {...}}``; for each worker ``{"started": {"id",
-"pid"}}`` or ``{"failed": {"id", "errno", "what"}}``; ``{"exited": [[id, code], ...]}``, codes
-negative for signals, workers that were found dead at the same moment in one event; ``{"note":
-text}`` for people; ``{"stuck": [pid, ...]}`` for what even SIGKILL did not end; ``{"alive": true}``
-now and then; ``{"finished": true}``.
+Events (their frames are described in `agent_streams`): ``{"hello": {...}}``; for each worker
+``{"started": {"id", "pid"}}`` or ``{"failed": {"id", "errno", "what"}}``; ``{"exited": [[id, code],
+...]}`` with the workers that were found dead at the same moment, and codes that are negative for
+signals; ``{"note": text}`` for people; ``{"stuck": [pid, ...]}`` for processes that survived
+SIGKILL; ``{"alive": true}`` now and then; ``{"finished": true}``.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Agent:
         """Prepare the loop; ``parent`` is the launcher's pid where it runs on this host, else 0."""
         self._workers: dict[int, WorkerProcess] = {}  # by pid
         self._closing = False  # nothing more will be started
-        self._deadline: float | None = None  # for all workers; each may have one of its own
+        self._deadline: float | None = None  # when all workers are killed; each may have its own
         self._interrupting = False  # the workers got SIGINT, and have not got SIGTERM
         self._killing = False
         self._cleaning = False
@@ -212,14 +212,14 @@ class Agent:
     def stop(self, grace: float, ids: Sequence[int] | None = None, interrupt: bool = False) -> None:
         """Ask workers to end, and kill them and what they started after ``grace`` seconds.
 
-        This is the command "stop", see above; without ``ids`` it is for all workers.
+        This executes the command "stop" (see above), without ``ids`` for all workers.
         """
         if ids is not None:
             for worker in self._workers.values():
                 if worker.number in ids:
                     self._stop_one(worker, grace)
         elif self._killing:
-            pass
+            pass  # SIGKILL is on its way already
         elif grace <= 0:
             self._kill_all()
         else:
@@ -236,7 +236,7 @@ class Agent:
             worker.deadline = deadline
             if grace > 0 and worker.running:
                 signal_groups([worker.pid], signal.SIGTERM)
-            elif grace > 0:
+            elif grace > 0:  # the leader has ended, so its group may be gone: signal what it left
                 signal_all(find_descendants(worker.pid), signal.SIGTERM)
 
     def _end(self, grace: float) -> None:
@@ -264,16 +264,16 @@ class Agent:
                 if worker.input is not None:
                     worker.input.close()
                 exits.append((worker.number, os.waitstatus_to_exitcode(status)))
-        if exits:
+        if exits:  # their output goes first: the launcher's account quotes the last lines
             self._output.drain({number for number, _ in exits})
             self._output.emit({"exited": exits})
         if not alive:
             self._workers.clear()
             self._deadline, self._killing = None, False
         elif self._killing:
-            self.kill()  # again, for what was forked since, or has become our child
+            self.kill()  # again: processes may have been forked, or become our children, since
         elif self._closing and not self._running() and not self._cleaning:
-            self._cleaning = True
+            self._cleaning = True  # all workers have ended; daemons that they started have not
             signal_all(find_descendants(os.getpid()), signal.SIGTERM)
             self.stop(LEFTOVER_GRACE)
         return alive
@@ -284,7 +284,7 @@ class Agent:
         return max(0.0, min([self._output.next_pulse, *known]) - time.monotonic())
 
     def _expire(self, now: float) -> bool:
-        """Kill what is past its deadline; return True if processes survive even that."""
+        """Kill workers whose time is over; return True if processes survive even that."""
         for worker in self._workers.values():
             if worker.killing or (worker.deadline is not None and now >= worker.deadline):
                 worker.deadline = None
@@ -320,8 +320,8 @@ class Agent:
         try:
             pidfd = os.pidfd_open(parent)
         except (AttributeError, OSError):
-            pidfd = None  # the end of stdin says the same; another holder of it may delay that
-        if os.getppid() != parent:
+            pidfd = None  # the end of stdin says the same, later if others hold the pipe open
+        if os.getppid() != parent:  # it ended before: then its pid, and so pidfd, may be another's
             sys.exit("horovodrun is gone")
         if pidfd is not None:
             self._poller.register(pidfd, lambda: self._lost_launcher(pidfd))
@@ -358,7 +358,7 @@ class Agent:
             self._answer_later(*command.popitem())
 
     def _answer_later(self, kind: str, request: dict[str, Any]) -> None:
-        """Answer in a thread, because it may take seconds, with code that came in the request."""
+        """Answer in a thread, because that may take seconds, with code that the request brought."""
         load_modules(request["modules"])
         launched = {each.number: each.pid for each in self._workers.values() if each.running}
 
@@ -379,7 +379,7 @@ class Agent:
         self._signalled = True
 
     def _wake(self) -> None:
-        os.read(self._wakeup, 1 << 12)  # from a signal or a thread; the loop sees what changed
+        os.read(self._wakeup, 1 << 12)  # written by signals and threads; the loop checks the rest
 
 
 def main(parent: int) -> None:

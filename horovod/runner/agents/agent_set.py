@@ -40,7 +40,7 @@ _WORKERS_PER_HOST = 64  # each needs descriptors, and may be started at any time
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """What the workers of a job run, and how they are started."""
+    """Describes what the workers of a job run, and how they are started."""
 
     command: Sequence[str]
     env: Mapping[str, str]  # the variables that do not depend on worker and host
@@ -57,9 +57,9 @@ class _Host:
 
     def __init__(self, agent: HostAgent) -> None:
         self.agent = agent
-        self.is_probed = False  # whether it was asked how it reaches the store, and has not said
+        self.is_probed = False  # it was asked how it reaches the store, and has not answered
         self.endpoint: Endpoint | None = None  # how it reaches the store, once that is known
-        self.nics: Sequence[str] = ()  # of the traffic between ranks; none stands for all
+        self.nics: Sequence[str] = ()  # interfaces for traffic between ranks; empty stands for all
         self.entrance: Endpoint | None = None  # its address for other hosts, with a free port
 
 
@@ -80,9 +80,9 @@ class AgentSet(HostSet):
             request: What the workers run.
             job: The job.
             connect: Returns the agent of a host; by default it starts one.
-            together: Whether all hosts are wanted at once, and the job needs all of them. They are
-                then asked how they reach the store when all have answered, because each also says
-                at which address the others reach it.
+            together: Whether the job needs all hosts, and wants them at once. They are then asked
+                how they reach the store only when all have answered, because each also says at
+                which address the others reach it.
         """
         super().__init__()
         self._request = request
@@ -125,7 +125,7 @@ class AgentSet(HostSet):
         return agent
 
     def _give_up(self, agent: HostAgent) -> None:
-        if agent.hello is None:  # the loop then reports it as lost
+        if agent.hello is None:  # after `give_up` the loop reports it as lost
             agent.give_up(f"no answer within {self._request.start_timeout:g} s")
 
     def let_go(self, name: str) -> None:

@@ -6,8 +6,8 @@ because Slurm's srun passes on whole lines only. The kinds `STDOUT` and `STDERR`
 worker: its u32 id, then bytes, of which there are none at the end of the stream. `EVENT` carries an
 event of the agent in JSON. In the launcher `host_agent` reads the stream with a `FrameReader`.
 Commands for the agent, made by `command_frame`, are a u32 length and a dict in the format of
-`marshal`, which costs the least to read. It is for bytes that can be trusted, and the agent's own
-source comes from the same place; the launcher does not read it from hosts.
+`marshal`, which costs the least to read. It is safe only for bytes from a trusted sender: the agent
+reads it from the launcher, which also sends its source; the launcher never reads it from hosts.
 
 On the host `agent` uses a `LauncherOutput` for its events and the workers' output, and a
 `WorkerInput` for a worker that gets the launcher's stdin (``horovodrun --attach``). Only its
@@ -199,7 +199,7 @@ class WorkerInput:
                 self._poller.register(self._fd, self._flush, writing=True)
             return
         except OSError:
-            self._ended = True  # nobody reads any more
+            self._ended = True  # the worker has closed its stdin, or has ended
         if self._ended:
             self.close()
         elif self._fd in self._poller:
@@ -251,7 +251,7 @@ class LauncherOutput:
         Args:
             fd: The reading end of the pipe, which is closed at the end.
             worker: The worker's id.
-            kind: `frames.STDOUT` or `frames.STDERR`.
+            kind: `STDOUT` or `STDERR`.
         """
         os.set_blocking(fd, False)
         stream = _Stream(fd, worker, kind)
@@ -310,6 +310,7 @@ class LauncherOutput:
             self._poller.register(1, self._flush, writing=True)
         elif waiting and not self._unsent:
             self._poller.unregister(1)
+        # Reading resumes at half of the limit, so that it does not stop and start all the time.
         self._pause(len(self._unsent) > (_MOST_UNSENT // 2 if self._paused else _MOST_UNSENT))
 
     def _pause(self, pause: bool) -> None:

@@ -1,10 +1,10 @@
 """Bring the agent's modules into a process that has no Horovod, through its stdin.
 
 `host_agent` packs them with `pack_modules`. It sends this file with them, and the agent's command
-line runs it and calls `run_agent`. Because they come from the launcher, the agent is of the
-launcher's version on every host, whatever is installed there. Compiled code travels along with the
-source, for hosts that have exactly the launcher's Python: hundreds may start at once, and compiling
-takes longer than loading.
+line runs it and calls `run_agent`. Because they come from the launcher, every host runs the
+launcher's version, whatever is installed there. Compiled code travels along with the source, for
+hosts that have exactly the launcher's Python: hundreds may start at once, and compiling takes
+longer than loading.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class LinkChannel:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is left, as far as possible. `receive` reports a broken connection."""
+        """Send as much of the rest as the socket takes; `receive` reports a broken connection."""
         try:
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent[:_CHUNK])]
@@ -95,7 +95,7 @@ class LinkChannel:
 
 
 class ChannelLink:
-    """The launcher's end of such a connection, as an `starters.AgentLink`."""
+    """The launcher's end of such a connection: a `starters.AgentLink`."""
 
     remote = True
     own_variables: Sequence[str] | None = None
@@ -157,7 +157,7 @@ class ChannelLink:
             return b""
         try:
             messages = self._channel.receive()
-        except BlockingIOError:
+        except BlockingIOError:  # an OSError, too, but not a broken connection
             raise
         except OSError as error:
             self._keep(f"{error}\n".encode())
@@ -203,7 +203,7 @@ class ChannelLink:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the host still holds its connection, as far as one can know without reading."""
+        """Whether the host still holds its connection; nothing is read from it to find out."""
         sock = self._channel.socket
         try:
             waiting = select.select([sock], [], [], 0)[0]

@@ -44,7 +44,7 @@ _SWEEP_PATIENCE = 20.0
 
 
 class JobPolicy(ABC):
-    """What one kind of job does when something happens. The controller makes all calls."""
+    """Says what one kind of job does when something happens. The controller makes all calls."""
 
     def __init__(self) -> None:
         self.outcome = Outcome()
@@ -87,8 +87,8 @@ class JobPolicy(ABC):
         """Check deadlines; the controller calls this twice a second.
 
         Returns:
-            What the job waits for, for people; empty if for nothing. None if this need not be
-            called any more.
+            A line for people about what the job waits for; empty if it waits for nothing. None if
+            `tick` need not be called any more.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -115,10 +115,10 @@ class JobController:
 
         Args:
             console: Where messages for people go.
-            outputs: What takes the workers' output; by default it goes to the console.
+            outputs: Receiver of the workers' output; by default it goes to the console.
             store: The job's store, which may have values for the workers; by default a new one.
             key: The job's key; by default a new one.
-            watcher: What follows the job; by default nothing does.
+            watcher: Receiver of the job's events; by default there is none.
             pass_interrupts_on: Whether Ctrl-C reaches the workers as SIGINT instead of SIGTERM.
         """
         self.console = console
@@ -128,14 +128,14 @@ class JobController:
         self.supervisor = Supervisor(console, self.outputs, pass_interrupts_on, self.watcher)
         self._progress = Progress(console, status=self.watcher.status)
         self._pids: dict[str, dict[int, int]] = {}  # of the workers that run, by host
-        self._sweepers: list[HostAgent] = []  # agents that end what lost ones have left
+        self._sweepers: list[HostAgent] = []  # agents that end what lost agents left behind
 
     def run(self, hosts: HostSet, policy: JobPolicy) -> Outcome:
         """Run the job to its end.
 
         Args:
-            hosts: What starts and stops workers.
-            policy: What to do.
+            hosts: The hosts, on which it starts and stops workers.
+            policy: The rules of this kind of job.
 
         Returns:
             The outcome, which says what went wrong, if anything.
@@ -215,7 +215,7 @@ class JobController:
         self._policy.started(host.name, worker, pid)
 
     def failed(self, agent: HostAgent, worker: int, number: int, what: str) -> None:
-        if number != errno.ECANCELED:  # then we stopped the job before this worker began
+        if number != errno.ECANCELED:  # which means that we stopped the job before this start
             status = 127 if number == errno.ENOENT else 126
             self.could_not_start(
                 agent, worker, LaunchError(_describe_start_failure(number, what), status)
@@ -232,7 +232,7 @@ class JobController:
 
     def lost(self, agent: HostAgent, code: int) -> None:
         if agent in self._sweepers:
-            return  # the host is out of reach; an agent that lives there has lost us, and ends all
+            return  # the host is out of reach: a living agent there notices that, and ends all
         pids = self._pids.pop(agent.name, {})
         if not agent.remote:
             signal_groups(pids.values(), signal.SIGKILL)
@@ -253,7 +253,7 @@ class JobController:
     def _sweep(self, lost: HostAgent, pids: Sequence[int]) -> None:
         """Let a new agent end what a lost one has left on its host, if the host can be reached.
 
-        An agent whose connection was lost does so itself; one that was killed or stopped cannot.
+        An agent that lost its connection ends everything itself; a killed or stopped one cannot.
         """
         try:
             agent = HostAgent(lost.name, lost.starter)

@@ -41,7 +41,7 @@ _AGENT_MODULES = ("bootstrap", "local_host", "agent_streams", "agent")
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What makes one worker different from the others of its host."""
+    """Describes one worker: in what it differs from the others of its host."""
 
     id: int  # unique in the job
     argv: Sequence[str]
@@ -83,11 +83,11 @@ class HostAgent:
         """
         self.name = name
         self.starter = starter
-        self.silent_checks = 0  # since it has given a sign of life: see `Supervisor`
+        self.silent_checks = 0  # checks since its last sign of life: see `Supervisor`
         self.hello: Mapping[str, Any] | None = None  # what it said about its host
         self.finished = False  # it said that nothing is left
         self.is_dismissed = False  # we have told it to end
-        self._given_up = ""  # why we do not wait for it any more
+        self._given_up = ""  # the reason why we do not wait for it any more
         self._reader = FrameReader()
         self._errors = b""
         self._commands: deque[memoryview] = deque()
@@ -160,7 +160,7 @@ class HostAgent:
         return said.decode(errors="replace").replace("\r", "").strip()
 
     def explain_end(self, code: int) -> str:
-        """Return why the agent has ended, as far as that is known; `code` is its exit code."""
+        """Return why the agent has ended, for people; `code` is its exit code."""
         said = self.last_words
         if self._given_up:
             return f"{self._given_up}:\n{said}" if said else self._given_up
@@ -221,7 +221,7 @@ class HostAgent:
         self._command({"stack": {"id": worker, "pid": pid, "modules": _packed("stack")}})
 
     def sweep(self, agent: int, workers: Sequence[int], mark: str) -> None:
-        """Let it end what another agent has left on its host: see `local_host.end_leftovers`."""
+        """Let the agent end what another has left on its host: see `local_host.end_leftovers`."""
         self._command({"sweep": {"agent": agent, "workers": list(workers), "mark": mark}})
 
     def finish(self) -> None:
@@ -232,14 +232,14 @@ class HostAgent:
     def flush(self) -> None:
         """Write as many commands as the pipe takes.
 
-        A signal handler may call this while the main program is inside: it then leaves the
-        work to the call that it interrupted.
+        A signal handler may call this while the main program runs it. Then it returns at once, and
+        the interrupted call writes the handler's commands too.
         """
         while self.unsent and not self._flushing:
             self._flushing = True
             try:
                 self.link.flush()
-                if self._commands:  # a handler may just have done it
+                if self._commands:  # a signal handler may have sent them just before `_flushing`
                     written = self.link.write(self._commands[0])
                     rest = self._commands.popleft()[written:]
                     if rest:
@@ -256,7 +256,7 @@ class HostAgent:
         self.link.abandon()
 
     def give_up(self, why: str) -> None:
-        """Abandon a host, and give this as the reason of its end."""
+        """Abandon a host; `explain_end` then gives this reason."""
         self._given_up = why
         self.abandon()
 

@@ -32,7 +32,7 @@ import time
 from typing import Any
 
 _ROUND_TRIPS = 20
-_SEND_SECONDS = 0.4  # for which bytes are sent
+_SEND_SECONDS = 0.4  # how long bytes are sent
 _CHUNK = bytes(1 << 20)
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 

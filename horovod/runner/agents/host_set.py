@@ -97,7 +97,7 @@ class HostSet(ABC):
         """
 
     def obstacle(self) -> str:
-        """Say why workers that were to start have not for a while; nothing if none is known."""
+        """Return why workers that should start have not done so for a while; empty if unknown."""
         return ""
 
     @abstractmethod

@@ -50,7 +50,7 @@ class LinkServer(ABC, Generic[Link]):
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Condition()
         self._links: list[Link] = []
-        self._pending: dict[LinkChannel, float] = {}  # and the deadlines of their handshakes
+        self._pending: dict[LinkChannel, float] = {}  # with the deadlines of their handshakes
         self._closing = False
         self._paused = False
         self._rejected = 0
@@ -143,7 +143,7 @@ class LinkServer(ABC, Generic[Link]):
 
     def _take(self, channel: LinkChannel) -> None:
         if channel not in self._pending:
-            return
+            return  # it was dropped earlier in this turn of the loop
         try:
             messages = channel.receive()
             channel.flush()

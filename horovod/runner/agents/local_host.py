@@ -210,17 +210,16 @@ def find_descendants(ancestor: int) -> list[int]:
 
 
 def end_leftovers(agent: int, workers: Iterable[int], mark: str, grace: float) -> None:
-    """End what an agent that was lost has left on this host, which may be the agent itself.
+    """End what a lost agent has left on this host, and the agent itself if it still runs.
 
-    Numbers of processes are used again, at the latest after the host has started anew. So only an
-    agent is killed by its number, and of the other processes only those whose environment has what
-    no other job's has.
+    Pids are used again, at the latest after a reboot. So the agent's pid is killed only if its
+    command line is an agent's, and other processes only if their environment has this job's mark.
 
     Args:
         agent: The agent's process.
         workers: The processes that it has started, each of which leads a session.
-        mark: A variable of the job's processes, as ``NAME=value``.
-        grace: Seconds between SIGTERM and SIGKILL. An agent that lives ends its workers meanwhile.
+        mark: A variable that only this job's processes have, as ``NAME=value``.
+        grace: Seconds between SIGTERM and SIGKILL. A living agent ends its workers meanwhile.
     """
     leaders = set(workers)
     left = _find_sessions(leaders, mark)
@@ -243,7 +242,7 @@ def _is_agent(pid: int) -> bool:
 
 
 def _find_sessions(leaders: Container[int], mark: str) -> list[int]:
-    """Return the processes of these sessions that have a variable."""
+    """Return the processes of these sessions that have the variable `mark`."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -258,7 +257,7 @@ def _find_sessions(leaders: Container[int], mark: str) -> list[int]:
 
 
 def _words(pid: int, name: str) -> list[str]:
-    """Return what a file about a process lists; nothing where we may not read it."""
+    """Return the words in a file of /proc/<pid>; none where we may not read it."""
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read().decode("utf-8", "surrogateescape").split("\0")

@@ -33,7 +33,7 @@ else:
 _HELLO = b"HVDW\x01"  # with the version of the protocol
 _NONCE_BYTES = 32
 _TAG_BYTES = 32
-_BLOCK_BYTES = 64  # of SHA-256
+_BLOCK_BYTES = 64  # the block size of SHA-256
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # for asking the routing table; nothing is sent there
 

@@ -191,7 +191,7 @@ class Relay:
             self._input.clear()  # the agent has ended, which its other pipes report
 
     def _end_agent(self) -> None:
-        """Close the agent's stdin, at which it ends all workers, and wait for its end."""
+        """Close the agent's stdin, upon which it ends all workers, and wait for its end."""
         if self._agent is None:
             return
         assert self._agent.stdin is not None
@@ -200,6 +200,6 @@ class Relay:
             assert pipe is not None
             os.set_blocking(pipe.fileno(), True)
             while pipe.read(_CHUNK):
-                pass  # so that the agent does not block on a full pipe
+                pass  # read to the end, so that the agent does not block on a full pipe
             pipe.close()
         self._agent.wait()

@@ -2,7 +2,7 @@
 
 `make_starter` chooses a `Starter`, and `host_agent` runs its command. Each starter runs a program
 on the host and passes on its stdin, stdout and stderr, over which the agent gets its source and its
-orders. Hosts that start their agent themselves need no starter: see `link_server`.
+commands. Hosts that start their agent themselves need no starter: see `link_server`.
 
 An `AgentLink` is the line between the launcher and an agent. The one here, `ProcessLink`, is pipes
 to a child process: the agent itself, or the command that leads to it. Hosts that connect by
@@ -96,7 +96,7 @@ class Ssh(Starter):
     def command(self, host: str, program: Sequence[str]) -> list[str]:
         check_name(host)
         options = [
-            "BatchMode=yes",  # never ask: several run at once, and stdin is not a person
+            "BatchMode=yes",  # never ask: several run at once, and stdin leads to no person
             f"ConnectTimeout={max(1, math.ceil(self.connect_timeout))}",
             f"ServerAliveInterval={_ALIVE_SECONDS}",
             f"ServerAliveCountMax={_ALIVE_TRIES}",
@@ -105,7 +105,7 @@ class Ssh(Starter):
         command = [shutil.which("ssh") or "ssh", "-T"]
         for option in options:
             command += ["-o", option]
-        # The far side hands the last word to the user's login shell, whichever that is.
+        # The other host gives the last argument to the user's login shell, whichever that is.
         return [*command, *self.login_arguments(), host, "--", f"exec {shlex.join(program)}"]
 
     def login_arguments(self) -> list[str]:
@@ -246,7 +246,7 @@ class AgentLink(Protocol):
 
     @property
     def unsent(self) -> bool:
-        """Whether bytes that `write` took are still here."""
+        """Whether bytes that `write` took are still unsent."""
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -256,7 +256,7 @@ class AgentLink(Protocol):
         """Send some of the data, and return how many bytes were taken."""
 
     def flush(self) -> None:
-        """Send bytes that are still here."""
+        """Send bytes that are still unsent."""
 
     def read(self) -> bytes:
         """Return bytes from the agent; none at its end."""
@@ -274,7 +274,7 @@ class AgentLink(Protocol):
         """Wait for the end after `release`; return an exit code, negative for signals."""
 
     def describe_end(self, code: int) -> str:
-        """Return a sentence for people about a link that ended by itself with this code."""
+        """Return words for people about a link that ended by itself with this code."""
 
 
 class ProcessLink:

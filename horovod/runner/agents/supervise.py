@@ -100,10 +100,10 @@ class Supervisor:
         """
         self.console = console
         self._pass_interrupts_on = pass_interrupts_on
-        self.signals: list[int] = []  # those that the launcher got, in order
+        self.signals: list[int] = []  # the signals that the launcher got, in order
         self._last_signal = 0.0  # when the last of them came
         self.stopping = False
-        self.awaits_agents = False  # whether the loop goes on without agents: some may come
+        self.awaits_agents = False  # whether the loop goes on without agents, as some may come
         self._outputs = outputs
         self._agents: list[HostAgent] = []
         self._writing: set[HostAgent] = set()  # the agents whose pipes are full
@@ -173,7 +173,7 @@ class Supervisor:
             if agent.hello is None and agent.remote:
                 agent.abandon()
             agent.link.release()
-        for agent in agents:
+        for agent in agents:  # all are released before the first wait, so that they end together
             agent.link.wait()
         self._selector.close()
 
@@ -198,7 +198,7 @@ class Supervisor:
 
     def _take(self, agent: HostAgent) -> None:
         if agent not in self._agents:
-            return
+            return  # it was removed earlier in this turn of the loop
         for event in agent.read():
             self._take_event(agent, *event)
 
@@ -248,6 +248,7 @@ class Supervisor:
 
     def _remove(self, agent: HostAgent, finished: bool) -> None:
         assert self._handler is not None
+        # Before `release` closes the descriptors: their numbers are used again.
         for fd in (agent.link.input_fd, agent.link.output_fd, agent.link.errors_fd):
             if fd is not None:
                 self.unwatch(fd)
@@ -278,7 +279,7 @@ class Supervisor:
             try:
                 data = os.read(_STDIN, _CHUNK)
             except OSError:
-                data = b""  # closed, or we may not read it: as if it had ended
+                data = b""  # it is closed, or we may not read it: take that for its end
             agent.feed(worker, data)
             if not data:
                 self.unwatch(_STDIN)
@@ -317,7 +318,7 @@ class Supervisor:
         old_waker = signal.set_wakeup_fd(waker.fileno())
         old = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asked for this
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP: leave that
                 old[number] = signal.signal(number, self._interrupt)
         try:
             yield
@@ -330,7 +331,7 @@ class Supervisor:
             waker.close()
 
     def _interrupt(self, number: int, _frame: object) -> None:
-        # In the handler and not in the loop, which may be blocked by a terminal that is paused.
+        # Stop workers in the handler, because a paused terminal (Ctrl-S) may block the loop.
         now = time.monotonic()
         repeated = number == signal.SIGTERM and number in self.signals[-1:]
         if repeated and now - self._last_signal < _SAME_REQUEST:
@@ -368,7 +369,7 @@ class Supervisor:
 
 
 def raise_descriptor_limit(needed: int) -> None:
-    """Raise this process's limit of descriptors to ``needed``, or as far as it may.
+    """Raise this process's limit of descriptors to ``needed``, or to the most that is allowed.
 
     Children inherit the limit.
     """

@@ -25,11 +25,11 @@ from horovod.runner.slots.hosts import parse_hosts
 
 
 class Blacklist:
-    """The failures of all hosts, and which hosts are not used because of them.
+    """Records the failures of all hosts, and says which hosts are not used because of them.
 
-    A host may lose a number of workers before it is blacklisted. Without a cooldown range that is
-    for good. With one the host may come back, with a clean record, after a time that doubles with
-    every blacklisting, from the lower to the upper end of the range.
+    A host may lose workers before it is blacklisted. Without a cooldown range that is for good.
+    With one the host may come back, with a clean record, after a time that doubles with every
+    blacklisting, from the lower to the upper end of the range.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class HostDiscoveryScript(HostDiscovery):
                 ) from None
             finally:
                 self._process = None
-                _kill_group(process)
+                _kill_group(process)  # also what a script that has ended left running
         if process.returncode != 0:
             said = errors.decode(errors="replace").strip()
             raise RuntimeError(
@@ -253,7 +253,7 @@ class HostManager:
     ) -> None:
         self.discovery = discovery
         self.blacklisting = Blacklist(max_failures, cooldown_range)
-        self._slots: dict[str, int] = {}  # as discovered
+        self._slots: dict[str, int] = {}  # slots by host, as discovered
         self._given_back: dict[str, list[float]] = {}  # by host: when each such slot counts again
         self._events: dict[str, threading.Event] = {}
         self._excluded: frozenset[str] = frozenset()

@@ -66,7 +66,7 @@ class Driver(JobPolicy):
 
         Args:
             job: The controller of the job.
-            hosts: What starts and stops workers on hosts.
+            hosts: The hosts, on which it starts and stops workers.
             limits: What the user asked for.
             manager: The known hosts, and their record of failures.
             status: The receiver of events.
@@ -110,7 +110,7 @@ class Driver(JobPolicy):
         return self._state.describe_awaited(connecting)
 
     def close(self) -> None:
-        # The poller's thread ends before the descriptors are closed that it writes to.
+        # End the poller's thread before closing the descriptors to which it writes.
         self._inbox.stop_polling()
         self._supervisor.unwatch(self._inbox.descriptor)
         self._inbox.close()
@@ -152,7 +152,7 @@ class Driver(JobPolicy):
         self._reconcile()
 
     def exited(self, host: str, exits: Sequence[tuple[int, int]]) -> None:
-        self._inbox.take_all()  # what the workers wrote before they ended
+        self._inbox.take_all()  # first what the workers wrote before they ended
         for worker, code in exits:
             process = self._state.alive.get(worker)
             self._status.note("exited", worker=name_of(worker), host=host, code=code)
@@ -164,6 +164,7 @@ class Driver(JobPolicy):
         state = self._state
         if code != 0:
             process.because_of = read_note(self._store, process.name)
+        # Workers that were told to end, or that a decision has left out, are no failures.
         removed = process.joined is not None and process.number not in state.placed_workers
         expected = process.is_dismissed or removed or (process.is_leaving and code == 0)
         if expected or (code != 0 and self._job.is_ending):
@@ -279,7 +280,7 @@ class Driver(JobPolicy):
     def _decide(self, proposal: policy.Proposal) -> None:
         decision = self._decisions.announce(proposal)
         if decision is None:
-            return  # the message that follows has the policy asked again
+            return  # a worker's message is on its way; after it the policy is asked again
         slots = decision.slots
         ranks = {number_of(name): slot.rank for name, slot in slots.items()}
         self._state.assign_ranks(proposal.members, ranks)

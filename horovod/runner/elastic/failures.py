@@ -45,8 +45,8 @@ class Failures:
     def give_up(self, process: Process, why: str) -> None:
         """Remove a worker that lives but does not answer from the job.
 
-        It is killed where that is possible. Elsewhere it may wake up later: then it finds that it
-        is not a part of the job any more, or cannot reach us, and ends itself.
+        It is killed if its host can be reached. Otherwise it may wake up later: then it finds that
+        it is not a part of the job any more, or cannot reach us, and ends itself.
         """
         self._hosts.stop(process.host, process.number, 0.0)
         if not self._hosts.obeys(process.host):

@@ -36,7 +36,7 @@ def names(numbers: Iterable[int]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the user asked for."""
+    """The user's limits for the size of an elastic job, and for the times that it waits."""
 
     num_proc: int  # slots that the job needs to begin
     min_np: int
@@ -62,7 +62,7 @@ class Process:
     heard: int = 0  # the newest decision that its process knows
     entered: tuple[int, int] = (0, 0)  # decision and attempt of the last generation that it entered
     has_met: bool = False  # its first generation has formed, and it chooses a device by its slot
-    has_state: bool = False  # it has received the state of the others, or begun with it
+    has_state: bool = False  # whether it has received the state of the others, or begun with it
     is_done: bool = False  # its training function has returned
     is_leaving: bool = False
     is_dismissed: bool = False  # we told it to end, so its exit code means nothing
@@ -101,7 +101,7 @@ class WorkerFailure:
 
     worker: int
     exit: Exit
-    how: str = ""  # for people, where more is known than the exit
+    how: str = ""  # words for people, if more than the exit is known
 
 
 @dataclass
@@ -202,7 +202,7 @@ class JobState:
         return self.is_formed or process.joined <= self.last_formed
 
     def unresponsive_workers(self, number: int) -> list[Process]:
-        """Return the workers that do not know decision `number` yet; after a time they hang.
+        """Return the workers that do not know decision `number` yet; they soon count as lost.
 
         A worker that joined by a later decision need not know this one.
         """
@@ -211,16 +211,16 @@ class JobState:
         return [p for p in told if max(p.heard, p.entered[0]) < number]
 
     def unaware_workers(self) -> list[Process]:
-        """Return the workers that an earlier decision added, and that have not entered any since.
+        """Return workers that a decision added and the newest left out before they entered any.
 
-        The newest is without them. They may have come too late to learn that they ever had a slot,
-        and then they wait for one: who knows of it ends by itself.
+        They may never have learned that they had a slot, and would wait for one for ever. A worker
+        that knows that it was left out ends by itself.
         """
         removed = [p for p in self.alive.values() if p.number not in self.placed_workers]
         return [p for p in removed if p.joined and p.entered == (0, 0) and not p.is_ending]
 
     def absent_members(self, number: int, attempt: int = 0) -> list[Process]:
-        """Return the members that have not entered that generation."""
+        """Return the members that have not entered generation `number`, in this attempt."""
         return [p for p in self.members() if p.entered < (number, attempt)]
 
     def describe_awaited(self, connecting: Sequence[str]) -> str:
@@ -308,7 +308,7 @@ class JobState:
         self.unrecovered = None
 
     def note_failure(self, process: Process, code: int, how: str = "") -> WorkerFailure:
-        """Note a process that is gone because of a failure; `how` says it to people."""
+        """Note a process that is gone because of a failure, which `how` describes to people."""
         exit = process.exit(code)
         if how and how != exit.describe():
             exit = dataclasses.replace(exit, loss=how)
@@ -324,7 +324,7 @@ class JobState:
         return failure
 
     def note_loss(self, process: Process, code: int, how: str) -> None:
-        """Note the failure of a process that had started: others may have to go on without it."""
+        """Note the failure of a process that had started; it is a cause of the next decision."""
         failure = self.note_failure(process, code, how)
         if process.is_done:
             self.bad_end = self.bad_end or failure

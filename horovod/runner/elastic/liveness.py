@@ -36,8 +36,8 @@ class DecisionLog:
         """Publish a proposal as the next decision, and return that.
 
         Returns:
-            None if it would move a worker to another slot that has just chosen a device by the one
-            that it has. The worker's message about that is on its way to the state.
+            None if it would give another slot to a worker that has just chosen a device by its old
+            one. The worker's message about its choice is on its way to the state.
         """
         state, slots = self._state, policy.arrange(proposal.members)
         causes = list(state.causes)
@@ -79,6 +79,7 @@ class DecisionLog:
         if not self._store.set_unless(key, decision.encode(), obstacles):
             return None
         self._state.note_decision(decision)
+        # The decision is written before its number, so that whoever reads the number finds it.
         self._store.set(LATEST, str(decision.number).encode())
         return decision
 
@@ -95,7 +96,7 @@ _ABSENCE_SECONDS = 5.0
 
 
 class Liveness:
-    """Sets deadlines for answers."""
+    """Gives up workers that do not answer a decision in time."""
 
     def __init__(
         self,
@@ -126,10 +127,10 @@ class Liveness:
         self._later(self._limits.elastic_timeout, lambda: self._check_entered(decision))
 
     def note_entry(self, number: int, attempt: int) -> None:
-        """Take notice of a worker that has entered a generation, in an attempt from 0 on.
+        """Take notice of a worker that has entered a generation; the first attempt is number 0.
 
         A later attempt means that the generation broke although no worker died: then all its
-        workers must come again.
+        workers must enter it again.
         """
         if number != self._state.number:
             return
@@ -164,13 +165,13 @@ class Liveness:
     def _check_entered(self, decision: Decision) -> None:
         """Give up workers that have not come back after a failure: their program hangs.
 
-        Decisions that follow give them no more time: while the others wait for such a worker in
-        vain, they request one decision after the other.
+        Later decisions do not prolong the time: while the others wait for such a worker in vain,
+        they request one decision after the other.
         """
         seconds = self._limits.elastic_timeout
         if decision.too_few or decision.kind not in ("failure", "start"):
             return
-        if self._state.too_few:  # now nobody is expected to come
+        if self._state.too_few:  # meanwhile the job waits for more workers, and expects no answer
             self._later(seconds, lambda: self._check_entered(decision))
             return
         late = self._state.absent_members(decision.number)

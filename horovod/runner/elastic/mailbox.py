@@ -87,7 +87,7 @@ class Inbox:
         self._finish = finish
         self._mailbox = Mailbox()
         self._poller: HostPoller | None = None
-        self._last_problem = ""  # with discovery
+        self._last_problem = ""  # the last problem with discovery
 
     @property
     def descriptor(self) -> int:

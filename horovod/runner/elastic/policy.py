@@ -54,7 +54,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class ElasticPlan:
-    """What the driver does now."""
+    """The next actions of the driver."""
 
     start: tuple[str, ...] = ()  # a host for each new worker
     stop: tuple[int, ...] = ()  # workers that were in no decision and will be in none
@@ -145,8 +145,8 @@ def _members_to_keep(state: JobState, members: Sequence[Process], limits: Limits
     sound = _fit_into(members, state.usable)
     tolerated = _fit_into(members, state.hosts)
     stay = sound if len(sound) >= limits.min_np else tolerated
-    # Until a worker has said that it has the state, a generation may just be forming, of this
-    # decision or of an earlier one. The oldest members are in each of these.
+    # Until a worker has said that it has the state, the generation of this decision or of an
+    # earlier one may just be forming. The oldest members are in all of these.
     oldest = [worker for worker in members if worker.joined == members[0].joined]
     holders = [worker for worker in members if worker.has_state] or oldest
     if any(worker in stay for worker in holders):
@@ -229,13 +229,13 @@ def _assign_seats(
 ) -> list[Process]:
     """Return the members `keep` and workers that join, with the seats and slots of all.
 
-    Those that join get their seats host by host. A worker takes the lowest slot that no member of
-    its host has. Nearly always that is the slot in which it was started; it is a lower one if the
-    worker there is late, or was lost meanwhile. Its first local rank is then its slot, because all
-    lower slots are occupied: a script that chooses a GPU by it never chooses that of a member,
-    whose slot is another one. A member that has not been in a generation that formed does not know
-    its local rank yet, so it takes the lowest slot anew: those below may have become free. If its
-    generation forms meanwhile, there is no such decision (`JobState.keeps_slot`, `DecisionLog`).
+    Workers that join get seats host by host, and each takes the lowest slot that no member of its
+    host has. Nearly always that is the slot in which it was started; it is a lower one if the
+    worker there is late, or was lost meanwhile. All lower slots are then occupied, so its first
+    local rank is its slot, and a script that chooses a GPU by local rank never chooses a member's.
+    A member that was in no generation that formed does not know its local rank yet: it takes the
+    lowest slot again, as lower ones may have become free. If its generation forms meanwhile, this
+    decision is not made (`JobState.keeps_slot`, `DecisionLog`).
     """
     occupied: dict[str, set[int]] = {worker.host: set() for worker in [*keep, *joining]}
     for worker in filter(state.keeps_slot, keep):

@@ -287,7 +287,7 @@ def raise_outcome(reported: Sequence[Failure], outcome: Outcome) -> None:
         raise RemoteError(f"the job was ended by {signal.Signals(outcome.interrupted).name}")
     first = outcome.first_failure
     if first is not None:
-        # Only what the first to fail has reported: it may have died silently, and others not.
+        # Only reports of the worker that failed first count; it may have died without one.
         raise_first([each for each in reported if first.rank == each.rank or first.pid == each.pid])
         raise RemoteError(with_known_sentence(outcome.account.strip()), first.rank)
     if outcome.problem or outcome.account:

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 from horovod.observe.reports.amounts import align_columns, join_words
 
 _CLOCK_SECONDS = 0.5  # beyond which logs and timelines of several hosts no longer fit together
-_SLOW_LINK = 0.25  # of the median of all links
+_SLOW_LINK = 0.25  # share of the median rate of all links
 
 _NEVER_ASKED: Mapping[str, Any] = {}
 
 
 @dataclass
 class HostReport:
-    """What is known about one host. Fields stay empty if the host could not be asked."""
+    """The findings about one host. Fields stay empty if the host could not be asked."""
 
     name: str
     slots: int | None = None
@@ -276,7 +276,7 @@ def _clock(host: HostReport) -> str:
     if host.clock is None:
         return ""
     if abs(host.clock) <= host.clock_error:
-        return "same"  # as far as one can measure from here
+        return "same"  # the difference is too small to be measured from here
     return f"{host.clock * 1e3:+.0f} ms" if abs(host.clock) < 10 else f"{host.clock:+.0f} s"
 
 

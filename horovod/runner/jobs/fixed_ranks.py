@@ -32,7 +32,7 @@ _COMPANY_WINDOW = 2.0
 
 
 class FixedRanks(JobPolicy):
-    """Reacts to the events of such a job."""
+    """Reacts to the events of a job with fixed ranks."""
 
     def __init__(self, request: JobRequest, job: JobController, hosts: AgentSet) -> None:
         """Prepare a job.
@@ -54,7 +54,7 @@ class FixedRanks(JobPolicy):
         self._cause = CauseFinder()
         self._bystanders = 0
         self._stopped_at = 0.0  # when it began to end all ranks
-        self._awaits_cause = False  # whether it waits for ranks that are said to be the cause
+        self._awaits_cause = False  # whether it waits for the end of ranks that others blame
 
     def begin(self) -> None:
         request = self._request
@@ -189,15 +189,16 @@ class FixedRanks(JobPolicy):
             self._console.say(f"rank {one.rank} ended: {one.describe()}")
         failures = [one for one in batch if one.code != 0]
         stopping = self._job.supervisor.stopping
+        # Ranks that end after a signal, or because something else ended the job, are not to blame.
         if self._job.supervisor.signals or (stopping and not self._cause.failures):
             return
-        # A failure that is reported later may have happened earlier; what we have ended did not.
+        # A failure reported later may have happened earlier, unless we have ended that rank.
         self._cause.add(o for o in failures if not (stopping and self._is_ours(o)))
         if self._cause.failures and not stopping:
             self._look_for_cause()
 
     def _is_ours(self, one: Exit) -> bool:
-        """Return whether we have ended a rank, as those that hang by force."""
+        """Return whether we have ended a rank: with SIGTERM, or with SIGKILL if it hung."""
         is_late = time.monotonic() >= self._stopped_at + FAILURE_GRACE
         return -one.code == signal.SIGTERM or (-one.code == signal.SIGKILL and is_late)
 
@@ -224,7 +225,7 @@ class FixedRanks(JobPolicy):
         self._bystanders = len(self._running)
         awaited = self._cause.awaited(self._running)
         self._stop_ranks()
-        if awaited:  # to end, by force if they hang
+        if awaited:  # blame when they have ended; by then those that hang are killed
             self._job.call_later(FAILURE_GRACE + _BLAME_WINDOW, self._blame)
         elif len(self._request.hosts) == 1:
             self._blame()
@@ -239,7 +240,7 @@ class FixedRanks(JobPolicy):
         if lost is not None and self._cause.awaited(lost.ranks):
             return  # the others say that they failed because of a rank there
         if self._cause.awaited(self._running):
-            return  # not yet: the rank's agent does not obey, or its word takes long
+            return  # a blamed rank has not ended yet, or its agent is slow to report that
         self.outcome.first_failure = failure
         self.blamed_worker = failure.rank
         early = self.outcome.early_exits = self._cause.early_exits(self.outcome.exits)

@@ -38,7 +38,7 @@ _CONNECT_SECONDS = 4.0
 """Seconds for a host to answer, and for its neighbours to be reached, unless --start-timeout says
 otherwise. A job waits longer."""
 
-_SLACK = 1.0  # seconds beyond that, so that ssh can say what is wrong
+_SLACK = 1.0  # seconds beyond ssh's own time limit, so that ssh can say what is wrong
 _FACTS_FACTOR = 3.0  # Python gets this many times as long to start on a busy host
 _CLOCK_READINGS = 3
 

@@ -103,7 +103,7 @@ def _take_signals(relay: Relay) -> list[int]:
     def end(number: int, _frame: object) -> None:
         signals.append(number)
         if not relay.terminate():
-            os._exit(128 + number)
+            os._exit(128 + number)  # no agent runs, so there is nothing to end first
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)

@@ -248,7 +248,7 @@ _PROBE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What a host of an LSF job offers; all its hosts are alike."""
+    """The resources of one host of an LSF job, whose hosts are all alike."""
 
     threads: int
     gpus: int

@@ -2,9 +2,9 @@
 
 `make_request` makes a `JobRequest` from the options, for `run_job`, `controllers` and `host_check`;
 `make_worker_request` makes the part that elastic jobs have too. The launcher for Spark makes its
-own. `worker_specs` derives from it what an agent needs to start
-the workers of its host. `describe_plan` says in words what a job would start, where and how, for
-``horovodrun --dry-run``: it starts nothing and contacts no host, and only looks up addresses.
+own. `worker_specs` derives from it what an agent needs to start the workers of its host.
+`describe_plan` says in words what a job would start, where and how, for ``horovodrun --dry-run``:
+it starts nothing and contacts no host, and only looks up addresses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from horovod.runner.slots.worker_env import (
 
 @dataclass(frozen=True)
 class JobRequest(WorkerRequest):
-    """What a job with fixed ranks runs, where and how."""
+    """Describes what a job with fixed ranks runs, where and how."""
 
     slots: Sequence[Slot] = ()
     attach: int | None = None  # the rank that gets the launcher's stdin

@@ -37,11 +37,11 @@ class Tunable:
 
     flag: str
     env: str
-    key: str = ""  # in the configuration file
+    key: str = ""  # its key in the configuration file
     inverse_key: str = ""  # the key with the opposite sense
     metavar: str = ""
     help: str = ""
-    transform: Callable[[Any], str] = str  # from the option's unit to the variable's
+    transform: Callable[[Any], str] = str  # converts the option's unit to the variable's
     not_flag: str = ""  # the opposite of a switch, if it is not --no-FLAG
     deprecated: tuple[tuple[str, bool], ...] = ()  # older spellings of a switch
     choices: tuple[str, ...] = ()

@@ -87,7 +87,7 @@ def list_some(names: Sequence[str]) -> str:
 
 
 class StartProgress:
-    """How far the start of a static job has come. The job adds to the sets as events arrive."""
+    """The progress of the start of a job with fixed ranks. The job updates its sets of ranks."""
 
     def __init__(self, slots: Sequence[Slot], hosts: Sequence[str], all_local: bool) -> None:
         self.hosts_up: set[str] = set()  # hosts whose agent runs

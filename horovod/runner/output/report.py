@@ -55,7 +55,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class Exit:
-    """How a worker ended; ``code`` is negative after a signal."""
+    """The end of a worker; ``code`` is negative after a signal."""
 
     rank: int
     pid: int
@@ -93,7 +93,7 @@ class LostHost:
 
 @dataclass
 class Outcome:
-    """Everything the exit status and the report depend on."""
+    """Everything on which the exit status and the report depend."""
 
     exits: list[Exit] = field(default_factory=list)  # in the order in which workers ended
     first_failure: Exit | None = None
@@ -103,7 +103,7 @@ class Outcome:
     output_lost: bool = False
     problem: str = ""  # the reason why the launcher itself could not go on
     problem_status: int = 1
-    account: str = ""  # of the first failure, for people
+    account: str = ""  # the account of the first failure, for people
 
     def note_lost_output(self, console: Console) -> None:
         """Take over from the console whether and why output was lost, which ends a job."""
@@ -127,9 +127,8 @@ def first_to_fail(batch: Sequence[Exit]) -> Exit | None:
 class CauseFinder:
     """Finds the rank that made a job with fixed ranks fail.
 
-    The order of failures means little: a rank that is lost often ends after the ranks that failed
-    because of it. But these say so (`horovod.common.generations.loss_note`), and name the rank that
-    they lost.
+    The order of failures means little: a lost rank often ends after the ranks that failed because
+    of it. But these leave a note that names it (`horovod.common.generations.loss_note`).
     """
 
     def __init__(self) -> None:
@@ -158,8 +157,8 @@ class CauseFinder:
             failure = next((one for one in named if one is not failure), failure)
         if failure is None:
             return None
-        # The ranks at both ends of a broken link name each other. So does a rank that hung for a
-        # while with one of those that waited for it, but they all name it, and it ends last.
+        # Ranks at both ends of a broken link name each other. So do a rank that hung for a while
+        # and one that waited for it; but all that waited name the rank that hung, which ends last.
         circle = passed[passed.index(failure) :]
         return max(circle, key=self._suspicion)
 

@@ -1,4 +1,4 @@
-"""The hosts that a batch system, or a Kubernetes MPI job, has given to this process.
+"""Find the hosts that a batch system, or a Kubernetes MPI job, has given to this process.
 
 `arguments` calls `find_allocation` if neither ``-H`` nor a hostfile names hosts. `READERS` is the
 table of systems: the name of each, the variables that show that it is there, and the function that

@@ -1,4 +1,4 @@
-"""The DataFrames that this process has already written to a store, and facts about the data."""
+"""Remember which DataFrames this process has written to a store, and facts about the data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DataFacts:
 
 
 class TrainingDataCache:
-    """Datasets by DataFrame, store and validation; DataFrames are kept, so ids stay theirs."""
+    """Datasets by DataFrame, store and validation. It keeps the DataFrames, so ids stay unique."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # one DataFrame is written at a time

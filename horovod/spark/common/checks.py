@@ -1,7 +1,7 @@
-"""Checks of an estimator's columns on the driver, before processes are started.
+"""Check an estimator's columns on the driver, before processes are started.
 
-`HorovodEstimator` and `util.prepare_data` call them. Every error names the column, and says what is
-there and what to do.
+`HorovodEstimator` and `util.prepare_data` call these functions. Every error names the column, what
+it holds, and what to do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Words and numbers that programs for Horovod 0.28.1 import from here."""
+"""Constants that programs for Horovod 0.28.1 import from here."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class ParquetDataModule(DataModule):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._capacity = shuffle_capacity if self.shuffle else 0
-        self._seed = None if seed is None else seed + self.cur_shard  # each rank has its own
+        self._seed = None if seed is None else seed + self.cur_shard  # another one on each rank
         self._passes = loader_num_epochs
         self._workers = {"train": train_reader_workers, "val": val_reader_workers}
         self._edit_fields = edit_fields
@@ -149,7 +149,7 @@ class ParquetDataModule(DataModule):
         yield from map(self._edited, found)
 
     def _rows_to_shuffle(self, row_bytes: int) -> int:
-        """Return among how many rows of this size training shuffles."""
+        """Return the number of rows of this size among which training shuffles."""
         assert self._train is not None
         wanted = rows_that_fit(row_bytes) if self._capacity is None else self._capacity
         return min(wanted, self._train.num_rows)

@@ -28,7 +28,7 @@ TRIAL_ROWS = 8  # rows that the driver tries the model with before it starts pro
 
 
 class HorovodEstimator(Persistent, EstimatorParams, Estimator):
-    """What all estimators can do."""
+    """Base class of all estimators."""
 
     run_id_prefix = "horovod"
 
@@ -81,7 +81,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
                 f"{store.get_val_data_path(dataset_idx)}"
             )
         if not validation:
-            val_rows = 0  # what lies there was not asked for
+            val_rows = 0  # ignore stored validation rows: nobody asked for validation
         if self.getNanLabels() == "drop":
             raise ValueError(
                 "nan_labels='drop' needs a DataFrame: fit_on_parquet trains with all rows that are "
@@ -212,7 +212,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         check_nan_labels(self.getNanLabels())
 
     def _feeds_columns(self) -> bool:
-        """Whether the model gets the columns as they are, so that they can be tried here."""
+        """Return whether the model gets the columns as they are, so that a trial is possible."""
         return self.getTransformationFn() is None and self.getDataModule() is None
 
     def _trial_rows(self) -> int:
@@ -255,7 +255,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
 
 
 class HorovodModel(Persistent, ModelParams, Model):
-    """What all trained models can do."""
+    """Base class of all trained models."""
 
     def transform(self, df: Any, params: Any = None) -> Any:
         """Add the predictions of the model to a DataFrame.

@@ -1,4 +1,4 @@
-"""The description of a training for its ranks: the estimator's parameters, facts about the data."""
+"""Describe a training to its ranks: the estimator's parameters, and facts about the data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from horovod.spark.common.cache import DataFacts
 from horovod.spark.common.stores.store_base import RemoteStore
 
-# Arrow allocates by malloc what it reads files with. It reads this when it is loaded.
+# Lets Arrow allocate by malloc; Arrow reads the variable when it is loaded.
 ARROW_POOL = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 
 _LOADER_OPTIONS = (  # parameters that only Lightning's estimator has
@@ -24,8 +24,8 @@ _LOADER_OPTIONS = (  # parameters that only Lightning's estimator has
 def use_system_memory() -> None:
     """Have pyarrow allocate by malloc in this process.
 
-    What one thread decodes another one frees, which its own allocator is slow at: reading images
-    takes a fifth more processor time with it, and freed memory stays with the process.
+    One thread frees what another has decoded, which pyarrow's own allocator does slowly: with it,
+    reading images takes a fifth more processor time, and freed memory stays with the process.
     """
     import pyarrow
 
@@ -42,8 +42,8 @@ class TrainingJob:
     feature_columns: list[str]
     label_columns: list[str]
     params: dict[str, Any]  # the estimator's, without those that stay on the driver
-    payload: bytes = b""  # the model and what belongs to it, pickled
-    checkpoint: bytes | None = None  # the training goes on from it
+    payload: bytes = b""  # the pickled model, with its optimizer and losses
+    checkpoint: bytes | None = None  # the checkpoint from which the training goes on
 
     LEFT_OUT = ("model", "optimizer", "store", "backend", "num_proc", "loss", "loss_constructors")
 
@@ -71,7 +71,7 @@ class TrainingJob:
         return int(self["val_batch_size"] or self["batch_size"])
 
     def train_steps(self, size: int, *, whole: bool) -> int:
-        """Return the batches of an epoch on each rank, full ones only with `whole`."""
+        """Return the number of batches of an epoch on each rank; `whole` counts full ones only."""
         given = self["train_steps_per_epoch"]
         if given:
             return int(given)
@@ -85,7 +85,7 @@ class TrainingJob:
         return math.ceil(self.facts.val_rows / self.val_batch_size / size)
 
     def shuffle_capacity(self) -> int | None:
-        """Return how many rows a rank shuffles among; None for as many as fit in its buffer."""
+        """Return the number of rows among which a rank shuffles; None if its buffer decides."""
         given = self["shuffle_buffer_size"]
         if given is not None:
             return int(given)

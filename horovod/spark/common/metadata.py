@@ -1,4 +1,4 @@
-"""Types and shapes of columns, from Spark's schema and from Parquet."""
+"""Find the types and shapes of columns, from Spark's schema and from Parquet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOCHANGE, ARRAY, CUSTOM_SPARSE = "nochange", "array", "custom_sparse_format"
 
 
 def describe(frame: Any, columns: list[str], compress_sparse: bool) -> Metadata:
-    """Return type and shape of the columns of a DataFrame that was written to Parquet.
+    """Return types and shapes of the columns of a DataFrame that was written to Parquet.
 
     One query over the Parquet finds nulls, NaN, and rows whose lengths differ.
     """
@@ -123,7 +123,7 @@ def nan_condition(frame: Any, columns: list[str]) -> Any:
     found = F.lit(False)
     for name in columns:
         has_nan = _Queries(F.col(quoted(name)), frame.schema[name].dataType).has_nan
-        found |= F.coalesce(has_nan, F.lit(False))  # for a null it is null
+        found |= F.coalesce(has_nan, F.lit(False))  # for a null value the condition is null
     return found
 
 

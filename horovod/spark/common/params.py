@@ -19,7 +19,7 @@ _STRING = TypeConverters.toString
 
 
 def _strings(value: Any) -> list[str]:
-    """Make a list of the names of columns, also of a single name."""
+    """Return names of columns as a list; a single name becomes a list, too."""
     return [value] if isinstance(value, str) else TypeConverters.toListString(value)
 
 
@@ -85,7 +85,7 @@ class DeclaredParams(Params):
     def _set(self, **kwargs: Any) -> Any:
         for name, value in kwargs.items():
             if value is None and self.hasParam(name):
-                self.clear(self.getParam(name))  # a converter is not asked about None
+                self.clear(self.getParam(name))  # converters do not understand None
                 if self.getOrDefault(name) is not None:
                     self._paramMap[self.getParam(name)] = None
                 continue
@@ -96,7 +96,7 @@ class DeclaredParams(Params):
         return self
 
     def _set_given(self, given: dict[str, Any]) -> Any:
-        """Set what a constructor was given."""
+        """Set the parameters that a constructor was given."""
         return self._set(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -159,7 +159,7 @@ class EstimatorParams(DeclaredParams):
     """The parameters of all estimators."""
 
     def setShufflingBufferSize(self, value: int) -> Any:
-        """Set how many rows are shuffled among; 0 is no shuffling. Deprecated: `setShuffle`."""
+        """Set the number of rows to shuffle among, or 0 for none. Deprecated: use `setShuffle`."""
         warnings.warn(
             "shuffle_buffer_size is deprecated: the buffer has a size by itself; "
             "setShuffle(False) turns shuffling off",
@@ -186,7 +186,7 @@ class ModelParams(DeclaredParams):
         return self._set(label_columns=value)
 
     def getOutputCols(self) -> list[str]:
-        """Return the columns that predictions go to."""
+        """Return the names of the columns of predictions."""
         given = self.getOrDefault("outputCols")
         labels = self.getOrDefault("label_columns") or []
         return list(given) if given else [f"{label}__output" for label in labels]

@@ -1,4 +1,4 @@
-"""Predictions as new columns of a DataFrame, computed on executors in Arrow batches."""
+"""Add predictions to a DataFrame as new columns, which executors compute in Arrow batches."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Prediction:
     """Adds the predictions to the record batches of a partition, on an executor."""
 
     predictor: Predictor
-    columns: list[str]  # of the DataFrame
+    columns: list[str]  # the columns of the DataFrame
     features: list[str]
     outputs: list[str]  # names of the new columns
     sizes: list[int]  # values in a row of each new column
@@ -113,7 +113,7 @@ def _column(name: str, size: int, output: np.ndarray[Any, Any], rows: int) -> An
 def _output_sizes(
     df: Any, predictor: Predictor, features: Sequence[str], metadata: Metadata | None
 ) -> list[int]:
-    """Return how many values the model gives for a row, found by feeding it rows of zeros."""
+    """Return how many values each output has for a row, found by feeding the model two rows."""
     if metadata and all(name in metadata for name in features):
         # Two rows, so that a dimension of the batch cannot be mistaken for one of the output.
         rows: Rows = {name: _zeros(metadata[name]) for name in features}

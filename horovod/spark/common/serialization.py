@@ -1,4 +1,4 @@
-"""Saving and loading estimators and models through Spark ML: `write().save` and `load`.
+"""Save and load estimators and models through Spark ML: `write().save` and `load`.
 
 Beside Spark ML's own metadata lie the values of parameters: JSON where that is enough, pickled
 otherwise. As with any pickle, load only what you would also run.
@@ -89,7 +89,7 @@ def _session_or_context(worker: Any) -> Any:
 
 
 class Persistent(MLReadable, MLWritable):
-    """Makes estimators and models, into which it is mixed, ones that can be saved and loaded."""
+    """Lets users save and load the estimators and models into which it is mixed."""
 
     def write(self) -> Any:
         return HorovodParamsWriter(self)

@@ -1,4 +1,4 @@
-"""Where an estimator keeps its data, checkpoints and logs: `Store.create` and its stores."""
+"""The stores of `Store.create`, in which estimators keep data, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def is_databricks() -> bool:
-    """Whether this is the Databricks runtime."""
+    """Return whether this is the Databricks runtime."""
     return "DATABRICKS_RUNTIME_VERSION" in os.environ
 
 

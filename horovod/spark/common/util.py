@@ -1,4 +1,4 @@
-"""From a DataFrame to Parquet in a store, and the checks on the way."""
+"""Write a DataFrame to a store as Parquet, and check it on the way."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def prepare_data(
     seed: int | None = None,
     nan_labels: str = "refuse",
 ) -> Iterator[int]:
-    """Write a DataFrame to the store, if it is not there yet; give the number of the dataset.
+    """Write a DataFrame to the store if it is not there yet; yield the number of the dataset.
 
     `allow_nulls` accepts nulls, NaN and texts: `transformation_fn` may make numbers of them.
     """

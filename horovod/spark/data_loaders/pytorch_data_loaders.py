@@ -1,4 +1,4 @@
-"""Loaders that give batches of torch tensors, as dicts of the columns that a reader reads."""
+"""Loaders that yield batches of torch tensors, as dicts of the columns that a reader reads."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class PytorchDataLoader(BaseDataLoader):
         super().__init__()
 
     def __len__(self) -> int:
-        """Return the batches of an epoch; 0 if the reader does not say how many rows it has."""
+        """Return the number of batches of an epoch; 0 if the reader does not know its rows."""
         if self.limit_step_per_epoch != -1:
             return self.limit_step_per_epoch
         rows, epochs = getattr(self.reader, "num_rows", 0), self.reader.num_epochs
@@ -128,7 +128,7 @@ class PytorchInfiniteDataLoader(PytorchDataLoader):
 
 
 class PytorchInfiniteAsyncDataLoader(AsyncDataLoaderMixin, PytorchInfiniteDataLoader):
-    """The same, loaded ahead by a thread."""
+    """A `PytorchInfiniteDataLoader` whose batches a thread loads ahead."""
 
 
 class PytorchInmemDataLoader(PytorchDataLoader):
@@ -161,4 +161,4 @@ class PytorchInmemDataLoader(PytorchDataLoader):
 
 
 class PytorchInmemAsyncDataLoader(AsyncDataLoaderMixin, PytorchInmemDataLoader):
-    """The same, loaded ahead by a thread."""
+    """A `PytorchInmemDataLoader` whose batches a thread loads ahead."""

@@ -1,6 +1,6 @@
 """Keras models trained from Spark DataFrames: `KerasEstimator` and `KerasModel`.
 
-Models of Keras 3, on any of its backends, and of tf-keras.
+Models may be of Keras 3, on any of its backends, and of tf-keras.
 """
 
 from horovod.spark.keras.estimator import KerasEstimator, KerasModel

@@ -1,4 +1,4 @@
-"""Batches for Keras from Parquet: (inputs, labels) or (inputs, labels, sample weights)."""
+"""Read batches for Keras from Parquet: (inputs, labels) or (inputs, labels, sample weights)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PetastormDataModule(ParquetDataModule):
         named_inputs: bool,
         label_shapes: Sequence[Sequence[int]] | None,
     ) -> None:
-        """Say what the model takes and gives, so that batches get those types and shapes."""
+        """Tell the types and shapes that the model takes and returns, so that batches get them."""
         self.inputs, self.outputs, self.named_inputs = inputs, outputs, named_inputs
         if label_shapes is not None:
             self.outputs = [tuple(shape)[1:] for shape in label_shapes]
@@ -56,7 +56,7 @@ class PetastormDataModule(ParquetDataModule):
         """Yield validations without end, of exactly `steps_per_epoch_val` batches each."""
         while True:
             done = 0
-            while done < self.steps_per_epoch_val:  # again, if this rank has a batch less
+            while done < self.steps_per_epoch_val:  # begin again if this rank has one batch less
                 wanted = self.steps_per_epoch_val - done
                 for batch in itertools.islice(self.val_batches(), wanted):
                     yield self._batch(batch)
@@ -90,8 +90,8 @@ class PetastormDataModule(ParquetDataModule):
 class NVTabularDataModule(PetastormDataModule):
     """Inputs by name for tabular models: `continuous_cols` float32, `categorical_cols` int64.
 
-    Upstream reads these with NVTabular, which is no longer developed; here the same reader as
-    everywhere does it.
+    Upstream reads these with NVTabular, which is no longer developed; this class uses the reader of
+    all other data modules.
     """
 
     short_name = "nvtabular"

@@ -1,4 +1,4 @@
-"""`KerasEstimator` trains a Keras model from a DataFrame; `KerasModel` is what comes out."""
+"""`KerasEstimator` trains a Keras model from a DataFrame, and returns a `KerasModel`."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ class KerasModel(PersistentInKeras, HorovodModel):
     each label to a DataFrame, named `<label>__output` unless `setOutputCols` names them.
 
     Args:
-        history: What each epoch of the training came to.
+        history: Loss and metrics of each epoch of the training.
         model: The trained Keras model.
         feature_columns: Columns that the model is fed with.
         label_columns: Columns that it predicts.

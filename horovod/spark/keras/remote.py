@@ -1,4 +1,4 @@
-"""What each rank does for a `KerasEstimator`: reads its share, fits, and rank 0 reports."""
+"""Train on one rank for a `KerasEstimator`: read a share of the rows, fit, report from rank 0."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class _Training:
 
 
 def model_shapes(model: Any) -> tuple[list[tuple[Any, Any]], list[Any], bool]:
-    """Return types and shapes of the inputs, shapes of the outputs, and if inputs have names."""
+    """Return types and shapes of inputs, shapes of outputs, and whether the inputs have names."""
     inputs = [(_dtype(each), tuple(each.shape)[1:]) for each in model.inputs]
     inputs = [(kind, tuple(-1 if s is None else s for s in shape)) for kind, shape in inputs]
     shapes = [tuple(each.shape)[1:] for each in model.outputs]

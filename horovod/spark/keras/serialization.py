@@ -1,4 +1,4 @@
-"""Keras models, optimizers, losses and metrics as bytes: between driver, ranks and executors."""
+"""Pack Keras models, optimizers, losses and metrics as bytes, for driver, ranks and executors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HDF5 = b"\x89HDF"
 
 
 def is_model(thing: Any) -> bool:
-    """Whether this is a model of Keras 3 or of tf-keras."""
+    """Return whether this is a model of Keras 3 or of tf-keras."""
     return any(
         base.__name__ == "Model" and base.__module__.split(".")[0] in ("keras", "tf_keras")
         for base in type(thing).__mro__
@@ -99,7 +99,7 @@ def model_from_bytes(data: bytes, model: Any, custom_objects: Any) -> Any:
     try:
         return _load(keras, data, custom_objects, compile=True)
     except (TypeError, ValueError, AttributeError, ImportError):
-        # A loss of the user's own cannot be found again; the weights are there all the same.
+        # A loss of the user's own cannot be loaded; the weights can.
         return _load(keras, data, custom_objects, compile=False)
 
 
@@ -117,7 +117,7 @@ def pack_part(keras: Any, part: Any) -> Any:
 
 
 def unpack_part(keras: Any, packed: Any, custom_objects: dict[str, Any]) -> Any:
-    """Return what `pack_part` was given."""
+    """Return the object that `pack_part` was given."""
     if isinstance(packed, list):
         return [unpack_part(keras, each, custom_objects) for each in packed]
     if not isinstance(packed, dict):

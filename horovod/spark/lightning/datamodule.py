@@ -1,4 +1,4 @@
-"""Loaders for Lightning from Parquet: batches are dicts of the columns."""
+"""Load batches for Lightning from Parquet, as dicts of the columns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PetastormDataModule(torch_datamodule.PetastormDataModule):
         return self._loader(steps, self._equal_steps, self._val_ahead, self._debug)
 
     def _equal_steps(self) -> Iterator[Rows]:
-        """Yield as many batches on every rank, because modules may reduce in each step."""
+        """Yield equally many batches on every rank, because modules may reduce in each step."""
         while True:
             yield from itertools.islice(self.val_batches(), self.steps_per_epoch_val)
 

@@ -1,4 +1,4 @@
-"""`TorchEstimator` for Lightning modules, and the `TorchModel` that comes out."""
+"""`TorchEstimator` trains a Lightning module from a DataFrame, and returns a `TorchModel`."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ class TorchModel(PlainTorchModel):
     each label to a DataFrame, named `<label>__output` unless `setOutputCols` names them.
 
     Args:
-        history: What each epoch of the training came to.
+        history: Loss and metrics of each epoch of the training.
         model: The trained `LightningModule`.
         feature_columns: Columns that the model is fed with.
         input_shapes: Shape of each feature; -1 stands for the batch. By default a column keeps its

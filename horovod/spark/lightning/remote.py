@@ -1,4 +1,4 @@
-"""What each rank does for Lightning's `TorchEstimator`: a Trainer over its share of the rows."""
+"""Train on one rank for Lightning's `TorchEstimator`: run a Trainer on a share of the rows."""
 
 from __future__ import annotations
 
@@ -169,9 +169,9 @@ class _Finite:
 
 
 class _Sync:
-    """Brings checkpoints and logs to the store, after the checkpoint of an epoch was written.
+    """Copies checkpoints and logs to the store, after the checkpoint of an epoch was written.
 
-    Lightning calls callbacks for checkpoints last, in their order; so this one is one of them.
+    It is a callback for checkpoints, because Lightning calls those last, in their order.
     """
 
     def __init__(self, store: Any, folder: str) -> None:

@@ -43,7 +43,7 @@ print(json.dumps(found))
 
 
 def serve(ticket: Ticket, _rows: Iterable[Any]) -> Iterator[Any]:
-    """Be a host of the job until the driver says otherwise; yields nothing."""
+    """Serve the job as a host until the driver ends that; yield nothing."""
     context = TaskContext.get()
     assert context is not None
     last_chance = context.attemptNumber() + 1 >= ticket.max_failures
@@ -51,12 +51,12 @@ def serve(ticket: Ticket, _rows: Iterable[Any]) -> Iterator[Any]:
         if not _serve_once(ticket, context, attempt):
             break
         if not last_chance:
-            raise RuntimeError(_RESTART)  # Spark may find a better place for the next attempt
+            raise RuntimeError(_RESTART)  # Spark may find a better executor for the next attempt
     yield from ()
 
 
 def _serve_once(ticket: Ticket, context: TaskContext, attempt: int) -> bool:
-    """Be a host until the driver says the end; return whether to begin again as another host."""
+    """Serve as a host until the driver ends that; return whether to begin anew as another host."""
     try:
         channel = connect(ticket.address, ticket.port, ticket.key, ticket.start_timeout)
     except OSError as error:
@@ -86,7 +86,7 @@ def describe(ticket: Ticket, context: TaskContext, attempt: int) -> dict[str, An
 
 
 def _host() -> str:
-    """Return the host's name, by the environment or different for each container of YARN."""
+    """Return the host's name: from the environment, or one for each host or container of YARN."""
     return os.environ.get("HOROVOD_HOSTNAME") or host_hash(os.environ.get("CONTAINER_ID"))
 
 

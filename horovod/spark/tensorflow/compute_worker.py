@@ -1,8 +1,8 @@
 """Compute workers of the TF data service in Spark tasks.
 
-Run by spark-submit with the path of this file, or by ``python -m`` where Spark's defaults name the
-cluster. The twin of `horovod.tensorflow.data.compute_worker`: here the driver runs the compute
-service, and every slot of the cluster a worker.
+Run it with spark-submit and the path of this file, or with ``python -m`` where Spark's defaults
+name the cluster. Other than in `horovod.tensorflow.data.compute_worker`, the driver runs the
+compute service, and every slot of the cluster runs a worker.
 """
 
 from __future__ import annotations

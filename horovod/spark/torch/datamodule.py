@@ -1,4 +1,4 @@
-"""Batches of torch tensors from Parquet: dicts of the columns."""
+"""Read batches of torch tensors from Parquet, as dicts of the columns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _GroupLoader(BaseDataLoader):
     def __init__(
         self, ahead: int, steps: int, source: Callable[[], Iterator[Rows]], ends_early: bool
     ) -> None:
-        self._ends_early = ends_early  # whether that is an error: other ranks would wait
+        self._ends_early = ends_early  # whether too few batches are an error: others would wait
         self._ahead = max(1, ahead)
         self._steps = steps
         self._source = source
@@ -90,7 +90,7 @@ class AsyncLoader(AsyncDataLoaderMixin, _GroupLoader):
     def __iter__(self) -> Iterator[Batch]:
         for group in super().__iter__():
             group.reverse()
-            while group:  # not more of them are kept than have to be
+            while group:  # batches are dropped one by one, so that memory is freed early
                 yield group.pop()
 
 
@@ -132,8 +132,8 @@ class PetastormDataModule(ParquetDataModule):
 class NVTabularDataModule(PetastormDataModule):
     """Columns for tabular models: `continuous_cols` as float32, `categorical_cols` as int64.
 
-    Upstream reads these with NVTabular, which is no longer developed; here the same reader as
-    everywhere does it.
+    Upstream reads these with NVTabular, which is no longer developed; this class uses the reader of
+    all other data modules.
     """
 
     short_name = "nvtabular"

@@ -1,4 +1,4 @@
-"""`TorchEstimator` trains a PyTorch model from a DataFrame; `TorchModel` is what comes out."""
+"""`TorchEstimator` trains a PyTorch model from a DataFrame, and returns a `TorchModel`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from horovod.spark.torch.trial import Trial
 
 
 class ModuleEstimator(PersistentWithOptimizer, HorovodEstimator):
-    """What the estimators for PyTorch and for Lightning share."""
+    """Base class of the estimators for PyTorch and for Lightning."""
 
     def _check_losses(self) -> None:
         loss, constructors = self.getLoss(), self.getLossConstructors()
@@ -292,7 +292,7 @@ class TorchModel(PersistentWithOptimizer, HorovodModel):
     each label to a DataFrame, named `<label>__output` unless `setOutputCols` names them.
 
     Args:
-        history: What each epoch of the training came to.
+        history: Loss and metrics of each epoch of the training.
         model: The trained `torch.nn.Module`.
         feature_columns: Columns that the model is fed with.
         input_shapes: Shape of each feature; -1 stands for the batch. By default a column keeps its

@@ -1,6 +1,6 @@
-"""From a batch of columns to the inputs of a PyTorch model and the labels of its losses.
+"""Make the inputs of a PyTorch model and the labels of its losses from a batch of columns.
 
-The ranks use it, the driver's trial, and models that predict.
+The ranks, the driver's trial, and models that predict use this.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def as_input(
 ) -> torch.Tensor:
     """Return a column as the model gets it: floats, or integers if it is categorical.
 
-    `as_column` makes a batch of shape (n, 1) of n numbers, as layers want it. Categories stay a
-    batch of shape (n,), as embeddings want them.
+    With `as_column` n numbers become a batch of shape (n, 1), as layers want it. Categories keep
+    the shape (n,), as embeddings want it.
     """
     tensor = tensor.long() if categorical else tensor.float()
     if shape:

@@ -23,7 +23,7 @@ def to_list(value: Any, length: int, name: str) -> list[Any]:
 
 
 def loss_functions(loss: Any, constructors: Any, labels: int, weighted: bool) -> list[Loss]:
-    """Return the loss of each label; with `weighted` they give one value for each row."""
+    """Return the loss of each label; with `weighted` losses return one value for each row."""
     if constructors is not None:
         makers = to_list(constructors, labels, "loss_constructors")
         return [maker(reduction="none") if weighted else maker() for maker in makers]
@@ -53,8 +53,8 @@ def transform_outputs(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return a list of outputs, and labels of the shapes and types that losses want.
 
-    A label with as many values as the output gets its shape and type; another one, a class index
-    for example, stays what it is.
+    A label with as many values as the output gets its shape and type; other labels, such as class
+    indices, stay as they are.
     """
     given = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
     if len(given) != len(labels):
@@ -102,7 +102,7 @@ class Averages:
     def add(
         self, rows: int, loss: torch.Tensor, outputs: Sequence[Any], labels: Sequence[Any]
     ) -> None:
-        """Add what a batch gave; sums stay on its device, so that nobody waits for it."""
+        """Add the loss and metrics of a batch; sums stay on its device, so that nobody waits."""
         with torch.no_grad():
             values = [loss]
             for group in self._groups:

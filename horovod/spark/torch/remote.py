@@ -1,4 +1,4 @@
-"""What each rank does for a `TorchEstimator`: reads its share, trains, and rank 0 reports."""
+"""Train on one rank for a `TorchEstimator`: read a share of the rows, train, report from rank 0."""
 
 from __future__ import annotations
 

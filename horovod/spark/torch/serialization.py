@@ -1,4 +1,4 @@
-"""Saving a PyTorch model with its optimizer: together, so the optimizer keeps its parameters."""
+"""Save a PyTorch model and its optimizer together, so that the optimizer keeps its parameters."""
 
 from __future__ import annotations
 

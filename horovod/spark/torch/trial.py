@@ -1,4 +1,4 @@
-"""One small batch through the model, its losses and metrics, on the driver.
+"""Try the model, its losses and metrics with one small batch, on the driver.
 
 A wrong shape or type shows here in a second; on the ranks it would show after the data is written
 and the processes have started.
@@ -26,7 +26,7 @@ from horovod.spark.torch.feeding import Feed
 logger = get_logger(__name__)
 
 _WRONG_DATA = (IndexError, RuntimeError, TypeError, ValueError)
-# What a driver may lack and the processes have: a GPU, a process group, Horovod's `init`.
+# Errors about what the driver may lack and processes have: a GPU, a process group, `hvd.init()`.
 _ELSEWHERE = re.compile(r"cuda|device|nvidia|accelerator|initiali[sz]ed", re.IGNORECASE)
 _WANTS_INTEGERS = re.compile(r"\b(Long|Int)\b")
 
@@ -44,21 +44,20 @@ class Trial:
     def run(self, rows: Rows) -> None:
         """Raise ColumnError if the model, a loss or a metric fails with these rows.
 
-        What fails for a reason that only the driver may have, such as a missing GPU, is left to
-        the processes.
+        Failures that only the driver may have, such as a missing GPU, are ignored.
         """
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             try:
                 self._try(rows)
             except ColumnError as error:
-                # A model may insist on the size of its batches; so the whole size decides.
+                # A model may accept one batch size only, so the trial with that size decides.
                 if row_count(rows) == self.batch_size:
                     raise
                 logger.debug("the trial with %d rows failed: %s", row_count(rows), error)
                 self._try(_repeated(rows, self.batch_size))
 
     def _try(self, rows: Rows) -> None:
-        packed = cloudpickle.loads(self.payload)  # the user's own model keeps its state
+        packed = cloudpickle.loads(self.payload)  # a copy, so that the user's model stays as it is
         labels = len(self.feed.labels)
         functions = losses.loss_functions(
             packed["loss"],
@@ -106,7 +105,7 @@ class Trial:
 
 
 def _call(function: Callable[[], Any], failure: str, advice: Callable[[str], str] | str) -> Any:
-    """Return whether it could be called, and its result; ColumnError if the data is to blame."""
+    """Call a function; return whether that worked, and its result. ColumnError blames the data."""
     try:
         return True, function()
     except _WRONG_DATA as error:

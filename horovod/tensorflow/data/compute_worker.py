@@ -1,7 +1,7 @@
 """The command that starts compute workers: `python -m horovod.tensorflow.data.compute_worker`.
 
-Every rank becomes one worker; rank 0 also runs the compute service, where they and the training
-processes meet, and tells the latter by a file how to find it.
+Every rank becomes one worker. Rank 0 also runs the compute service, where workers and training
+processes meet, and writes a file that tells training processes how to find it.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _drop_others(listener: socket.socket, address: str) -> None:
     at = _NETWORK_HEADER + _DESTINATION[destination.version]
     expected = [(_LOAD_WORD, at + 4 * index, word) for index, word in enumerate(words)]
     steps = [(_LOAD_BYTE, 0, 0, _NETWORK_HEADER), (_SHIFT_RIGHT, 0, 0, 4)]
-    # Each comparison that fails jumps over the remaining ones, and over the step that lets pass.
+    # Each comparison that fails jumps over the remaining ones and over the step that accepts.
     steps.append((_JUMP_IF_EQUAL, 0, 2 * len(expected) + 1, destination.version))
     for left, (load, where, word) in zip(range(len(expected) - 1, -1, -1), expected, strict=True):
         steps += [(load, 0, 0, where), (_JUMP_IF_EQUAL, 0, 2 * left + 1, word)]

@@ -1,7 +1,4 @@
-"""allgather of one tensor and of groups.
-
-`horovod.tensorflow` exports them to users.
-"""
+"""Gather tensors and groups of them from all ranks; `horovod.tensorflow` exports the functions."""
 
 from __future__ import annotations
 

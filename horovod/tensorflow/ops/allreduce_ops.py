@@ -1,6 +1,6 @@
-"""allreduce of one tensor and of groups; IndexedSlices are gathered instead.
+"""Reduce tensors, and groups of them, over all ranks; IndexedSlices are gathered instead.
 
-`horovod.tensorflow` exports them to users.
+`horovod.tensorflow` exports the functions to users.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""alltoall: every rank sends rows to every other.
-
-`horovod.tensorflow` exports it to users.
-"""
+"""Let every rank send rows to every other (alltoall); `horovod.tensorflow` exports the function."""
 
 from __future__ import annotations
 

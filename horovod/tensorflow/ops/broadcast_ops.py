@@ -1,7 +1,6 @@
-"""broadcast of one tensor.
+"""Send one rank's tensor to all ranks; `horovod.tensorflow` exports the function to users.
 
-`horovod.tensorflow` exports it to users. `root_rank` is a rank of the whole job, even within a
-process set.
+`root_rank` is a rank of the whole job, even within a process set.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The job's sizes and ranks as int32 scalars that a graph reads each time it runs."""
+"""Ops that return the job's sizes and ranks as int32 scalars, each time that a graph runs them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""reducescatter of one tensor and of groups.
+"""Reduce tensors, and groups of them, and give each rank some rows of the result.
 
-`horovod.tensorflow` exports them to users. Rows are divided as evenly as possible; the first ranks
-get one row more where the number of rows is not divisible.
+`horovod.tensorflow` exports the functions to users. Rows are divided as evenly as possible; the
+first ranks get one row more where the number of rows is not divisible.
 """
 
 from __future__ import annotations

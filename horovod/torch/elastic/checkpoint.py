@@ -1,4 +1,4 @@
-"""Commits on disk: what even the loss of all workers, or of the driver, does not take away.
+"""Commits on disk, which survive even the loss of all workers, or of the driver.
 
 Used by `TorchState(checkpoint_dir=...)`. Rank 0 writes, in a thread of its own that training never
 waits for: a commit that comes while the writer is busy waits, and replaces one that waits already.
@@ -6,8 +6,8 @@ A file appears under its name only when it is complete and on disk. Files hold t
 Python values only and are read with ``weights_only``, so a foreign file cannot run code here.
 
 A file has the number of its commit, which counts on from job to job and is the same on all ranks.
-So a former rank 0 that was stopped, given up and wakes up with something to write cannot put it in
-the place of what the others have committed since.
+So a former rank 0 that was stopped and given up, and wakes up with something to write, cannot
+replace what the others have committed since.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLAIN = (int, float, bool, str, bytes, complex, type(None), torch.Tensor, torch
 
 
 def not_plain(value: Any, name: str) -> str | None:
-    """Says what in `value` a checkpoint cannot hold; None if it can hold all of it."""
+    """Return what in `value` a checkpoint cannot hold; None if it can hold all of it."""
     if isinstance(value, dict):
         parts = [(f"{name}[{key!r}]", item) for key, item in value.items()]
         parts += [(f"a key of {name}", key) for key in value]
@@ -50,7 +50,7 @@ def not_plain(value: Any, name: str) -> str | None:
 
 
 class CheckpointWriter:
-    """Writes the newest of what it is given into `directory`; the last `keep` files stay."""
+    """Writes the newest commit that it is given into `directory`; the last `keep` files stay."""
 
     def __init__(self, directory: str | os.PathLike[str], keep: int) -> None:
         if keep < 1:
@@ -65,7 +65,7 @@ class CheckpointWriter:
     def submit(self, number: int, content: dict[str, Any], snapshots: Sequence[Snapshot]) -> None:
         """Write commit `number`, made of `snapshots`, which are held until that is done."""
         for snapshot in snapshots:
-            snapshot.hold()
+            snapshot.hold()  # before the writer's thread can release it
         with self._changed:
             replaced, self._waiting = self._waiting, (number, content, snapshots)
             if self._thread is None:
@@ -79,7 +79,7 @@ class CheckpointWriter:
             snapshot.release()
 
     def flush(self, timeout: float = _LAST_WORDS) -> bool:
-        """Wait until everything is on disk; whether it is."""
+        """Wait at most `timeout` seconds until everything is on disk; return whether it is."""
         with self._changed:
             done = self._changed.wait_for(lambda: not (self._waiting or self._busy), timeout)
         if not done:
@@ -158,7 +158,7 @@ def newest_checkpoint(directory: str | os.PathLike[str]) -> tuple[Path, dict[str
 
 
 def newest_number(directory: str | os.PathLike[str]) -> int:
-    """The number of the newest checkpoint, even if it cannot be read; -1 if there is none."""
+    """Return the newest checkpoint's number, even if it cannot be read; -1 if there is none."""
     return next(iter(_numbers(Path(directory))), -1)
 
 

@@ -27,7 +27,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     Args:
         dataset: Anything with a length.
         shuffle: Whether each epoch has an order of its own.
-        seed: Of that order; the same on all ranks.
+        seed: Seed of that order; the same on all ranks.
 
     Examples:
         >>> sampler = hvd.elastic.ElasticSampler(dataset)
@@ -39,20 +39,21 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
-        self.processed_num = 0  # of the epoch's order, by all ranks together
+        self.processed_num = 0  # samples of the epoch's order, by all ranks
         self.processed_indices: set[int] = set()  # beyond that: see record_indices
         self.rank = 0
         self.num_replicas = 1
-        self.remaining_indices: list[int] = []  # when the ranks last changed
-        self.num_samples = 0  # of each rank, since then
+        self.remaining_indices: list[int] = []  # those left when the ranks last changed
+        self.num_samples = 0  # for each rank, since then
         self.total_size = 0
-        self._positions: list[int] | None = None  # of those in the epoch's order, if it has gaps
-        self._recorded = 0  # of those
+        self._positions: list[int] | None = None  # positions of those left, if there are gaps
+        self._recorded = 0  # how many of those left are processed now
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin epoch number `epoch`, with nothing processed. To be called at the end of an epoch:
-        at the beginning it would undo what was restored.
+        """Begin epoch number `epoch`, with nothing processed.
+
+        Call this at the end of an epoch: at the beginning it would undo what was restored.
         """
         self.epoch = epoch
         self.processed_num = 0
@@ -60,13 +61,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """All ranks have processed a batch of `batch_size` samples, each its own; `batch_idx` is
-        its number.
-        """
+        """Note that each rank has processed its batch `batch_idx`, of `batch_size` samples."""
         self._record(batch_size * self.num_replicas)
 
     def _record(self, count: int) -> None:
-        """The ranks have processed `count` more samples together."""
+        """Note that the ranks have processed `count` more samples together."""
         self._recorded += count
         if self._positions is None:
             self.processed_num += count
@@ -76,21 +75,22 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
             self.processed_num = self._positions[self._recorded - 1] + 1
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """This rank has processed the samples `indices`; for ranks that process different numbers.
+        """Note that this rank has processed `indices`; for ranks that process different numbers.
 
-        The other ranks learn of it when the ranks change at a commit. When a rank fails, only
-        those of rank 0 are known, and the others' are processed again: prefer `record_batch`.
+        The other ranks learn of it when the ranks change at a commit. When a rank fails, only the
+        samples of rank 0 are known, and the others' are processed again: prefer `record_batch`.
         """
         self.processed_indices.update(indices)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """The samples of this rank's batch number `batch_idx`, of `batch_size` samples, since the
-        ranks last changed.
+        """Return the samples of this rank's batch number `batch_idx`, of `batch_size` samples.
+
+        The numbers of batches begin at 0 whenever the ranks change.
         """
         return self._own()[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and what of it is processed."""
+        """Return the epoch, and which of its samples are processed."""
         return {
             "epoch": self.epoch,
             "processed_num": self.processed_num,
@@ -162,7 +162,7 @@ class _SampleIterator(Iterator[int]):
         return self._own[self._num_drawn - 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """What was processed when the iterator was made, and how many samples all have drawn."""
+        """Return what was processed when the iterator was made, and how many all drew since."""
         num_drawn = self._num_drawn * self._num_replicas
         return {"before": self._before, "num_drawn": num_drawn}
 

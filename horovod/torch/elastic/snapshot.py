@@ -2,7 +2,7 @@
 
 A snapshot is what ``state_dict()`` returned with every tensor copied to host memory (pinned, for
 CUDA tensors). Memory is allocated once: the next snapshot is written over one that is not needed
-any more. The one before stays whole until the new one is complete, so there are two; a third
+any more. The one before stays whole until the new one is complete, so there are two, and a third
 while a checkpoint is being written.
 """
 
@@ -22,7 +22,7 @@ _IMMUTABLE = (int, float, bool, str, bytes, complex, type(None))
 
 
 class Snapshot:
-    """One copy. Whoever reads it in another thread holds it meanwhile."""
+    """One copy. A thread that reads it beside training holds it meanwhile."""
 
     def __init__(self, content: Any) -> None:
         self.content = content
@@ -79,9 +79,9 @@ def clone(value: Any) -> Any:
 
 
 def _copied(value: Any, spare: Any, devices: set[torch.device]) -> Any:
-    """Return a copy of `value` in host memory, in the tensors of `spare` as far as they fit.
+    """Return a copy of `value` in host memory, in those tensors of `spare` that fit.
 
-    Adds to `devices` those that are still copying.
+    Devices that are still copying are added to `devices`.
     """
     if isinstance(value, Tensor):
         return _copied_tensor(value, spare, devices)

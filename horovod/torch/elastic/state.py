@@ -60,7 +60,7 @@ class StateHandler(ABC):
 
 
 class _StateDictHandler(StateHandler):
-    """For values that have a state dict."""
+    """Handles values that have a state dict."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -83,7 +83,7 @@ class _StateDictHandler(StateHandler):
 
 
 class ModelStateHandler(_StateDictHandler):
-    """For torch.nn.Module."""
+    """Handles a torch.nn.Module."""
 
     def sync(self) -> None:
         everything = self.value.state_dict()
@@ -96,18 +96,18 @@ class ModelStateHandler(_StateDictHandler):
 
 
 class OptimizerStateHandler(_StateDictHandler):
-    """For torch.optim.Optimizer, also one inside a DistributedOptimizer."""
+    """Handles a torch.optim.Optimizer, also one inside a DistributedOptimizer."""
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, self.root_rank)
 
     def load(self, content: Any) -> None:
-        # It keeps the tensors that it is given, and would change them.
+        # The optimizer keeps the tensors that it is given, and would change the snapshot.
         self.value.load_state_dict(clone(content))
 
 
 class SamplerStateHandler(_StateDictHandler):
-    """For ElasticSampler."""
+    """Handles an ElasticSampler."""
 
     def sync(self) -> None:
         state = broadcast_object(self.value.state_dict(), self.root_rank, "elastic.sampler")
@@ -129,7 +129,7 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Types and the handlers of their values, in the order in which they are tried."""
+    """Return types and the handlers of their values, in the order in which they are tried."""
     return _registry
 
 
@@ -148,10 +148,10 @@ class TorchState(ObjectState):
     Args:
         model: The model to carry over.
         optimizer: The optimizer to carry over, distributed or not.
-        checkpoint_dir: Rank 0 also writes every commit to disk there, and a job that starts again
-            goes on from the newest; the directory must be one that rank 0 finds again, wherever it
-            runs then. Attributes must be plain values in that case.
-        checkpoints_kept: How many of them stay.
+        checkpoint_dir: Directory into which rank 0 also writes every commit. A job that starts
+            again goes on from the newest, so rank 0 must find the directory wherever it runs
+            then. Attributes must be plain values in that case.
+        checkpoints_kept: Number of commits that stay there.
 
     Raises:
         ValueError: With `checkpoint_dir`: an attribute cannot be written, or the checkpoint is
@@ -182,7 +182,7 @@ class TorchState(ObjectState):
                 object.__setattr__(self, name, value)
         super().__init__(broadcast_object, lambda: runtime.topology.rank, **plain)
         if self._writer is not None:
-            self._content()  # whether it can be written is better said now
+            self._content()  # raise now if it cannot be written
 
     def __setattr__(self, name: str, value: Any) -> None:
         handler = self.__dict__.get("_handlers", {}).get(name)
@@ -199,14 +199,14 @@ class TorchState(ObjectState):
                 other.save()
         runtime.check_devices()  # what was copied may come from a reduction that was aborted
         super().save()
-        for handler in ours:  # all or none: nothing can fail any more
+        for handler in ours:  # all are published, because nothing can fail here
             handler.snapshots.publish()
 
     def restore(self) -> None:
         if self._local_optimizers() and self._num_syncs() >= 0:
             super().save()  # the steps that this rank took alone are good, whoever was lost
             return
-        pending.abandon()  # updates of parameters that are replaced now
+        pending.abandon()  # delayed updates of what is replaced now
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
@@ -238,8 +238,8 @@ class TorchState(ObjectState):
     def _keeping_local_steps(self) -> Iterator[None]:
         """Let ranks that took part in the last synchronisation keep their steps since then.
 
-        Inside, all get the state of a rank that took part. The others begin where all ranks were
-        after that synchronisation. Collective; nothing happens before local steps have begun.
+        Inside, all get the state of a rank that took part. The others go back to where all ranks
+        were after that synchronisation. Collective; nothing happens before local steps have begun.
         """
         optimizers = self._local_optimizers()
         numbers = allgather_object(self._num_syncs(), "elastic.syncs") if optimizers else [-1]
@@ -285,7 +285,7 @@ class TorchState(ObjectState):
             self._writer.submit(self._version, self._content(), saved)
 
     def _content(self) -> dict[str, Any]:
-        """Return the last commit as it goes to disk; `ValueError` if something in it cannot."""
+        """Return the last commit as it goes to disk; raise ValueError if something in it cannot."""
         problem = not_plain(self._saved_state, "state")
         values = {}
         for name, handler in self._handlers.items():

@@ -3,8 +3,8 @@
 Ranks must give buckets the same names and reduce them in the same way, whatever differs between
 their machines and environments and whatever else each of them has done before. Each makes a
 proposal, and `agree` makes the same `Agreement` of all proposals on all ranks. Used by
-`horovod.torch.gradients.reducer`, as `StepSamples` for what it measures; `greatest` also by
-`horovod.torch.gradients.autotune`, for times.
+`horovod.torch.gradients.plan`. What steps show later is compared by `StepSamples` and, for the
+times of `horovod.torch.gradients.autotune`, by `greatest`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from horovod.engine.autotune import TunedSet
 from horovod.engine.runtime import runtime
 from horovod.torch.ops.allreduce import allreduce_
 
-# What measured times may decide, unless the user has.
+# Knobs that measured times may decide, unless the user has set them.
 TUNABLE = (
     "overlap_backward",
     "fusion_threshold",
@@ -36,11 +36,11 @@ TUNABLE = (
     "hierarchical_allreduce",
 )
 
-_num_named = 0  # optimizers of this process that have got a number: those below are taken
+_num_named = 0  # the next optimizer's number: smaller ones are taken
 
 
-# Of these the least of all proposals counts (of flags: whether all ranks have set it), of the
-# others the greatest (whether any has).
+# For these fields the least of all proposals counts (for a flag: have all ranks set it?), for the
+# others the greatest (has any rank?).
 _LEAST = frozenset({"overlap", "direct", "spare_cores", "fusion_threshold", "autotune"})
 
 
@@ -48,21 +48,21 @@ _LEAST = frozenset({"overlap", "direct", "spare_cores", "fusion_threshold", "aut
 class Agreement:
     """What a rank proposes, and then what all ranks go by."""
 
-    number: int  # the optimizer's, for its name
+    number: int  # number of the optimizer, for its name
     overlap: bool  # whether gradients can be reduced while backward goes on
     direct: bool  # whether all gradients can be reduced without asking: see `direct_reducer`
     spare_cores: bool  # whether a thread beside backward has a core to run on
     fusion_threshold: int
     autotune: bool
-    num_warmup: int  # samples of HOROVOD_AUTOTUNE, the steps of one, and so on
+    num_warmup: int  # samples that HOROVOD_AUTOTUNE drops, steps of a sample, and so on
     num_steps: int
     most_samples: int
     fixed: frozenset[str]  # those of TUNABLE that the user has set
-    order: tuple[int, ...]  # of parameters; only the first rank proposes one
-    sparse_dims: tuple[int, ...]  # of each parameter's gradient; 0: it is dense
+    order: tuple[int, ...]  # indices of parameters; only the first rank proposes an order
+    sparse_dims: tuple[int, ...]  # sparse dimensions of each parameter's gradient; 0: it is dense
 
     def numbers(self) -> list[int]:
-        """Return the proposal, so that the greatest of each number counts."""
+        """Return the proposal as numbers, of each of which the greatest counts."""
         return [
             -number if name in _LEAST else number
             for name, value in vars(self).items()
@@ -70,7 +70,7 @@ class Agreement:
         ]
 
     def outcome(self, numbers: Sequence[float]) -> Agreement:
-        """Return what it has become, of this and other proposals: their greatest numbers."""
+        """Return the agreement that has `numbers`, the greatest of all proposals."""
         rest = iter(numbers)
         found: dict[str, Any] = {}
         for name, proposed in vars(self).items():
@@ -116,15 +116,15 @@ def propose(
 
 
 def agree(proposal: Agreement, process_set: ProcessSet) -> tuple[Agreement, bool]:
-    """Return what the ranks make of their proposals, and whether all of them made one.
+    """Return what the ranks agree on, and whether all of them have made a proposal.
 
-    Not while a rank has joined: it could not know the outcome later.
+    If one has joined instead, it holds for one step: that rank could not know of it later.
     """
     global _num_named
     num_params = len(proposal.order)
     if process_set.rank() != 0:
         proposal = replace(proposal, order=(0,) * num_params)
-    # Ranks come here in the order of their steps, so one name does for all optimizers.
+    # Ranks call this in the order of their steps, so one name does for all optimizers.
     name = "DistributedOptimizer.agreement"
     numbers, present = greatest(proposal.numbers(), process_set, name)
     agreed = proposal.outcome(numbers)
@@ -137,9 +137,9 @@ def agree(proposal: Agreement, process_set: ProcessSet) -> tuple[Agreement, bool
 def greatest(
     mine: Sequence[float], process_set: ProcessSet, name: str = "DistributedOptimizer.autotune"
 ) -> tuple[list[float], list[bool]]:
-    """Return the greatest of each of all ranks' numbers, and which ranks brought theirs.
+    """Return the greatest of each number over all ranks, and which ranks brought theirs.
 
-    Who has joined does not. Collective, in the same step on all ranks.
+    A rank that has joined brings none. Collective, in the same step on all ranks.
     """
     own_rank, size = process_set.rank(), set_size(process_set)
     brought = [float(rank == own_rank) for rank in range(size)]
@@ -152,8 +152,8 @@ class StepSamples:
     """Numbers that each step shows on this rank, which all ranks look at together after some steps.
 
     Args:
-        num_steps: After how many steps.
-        process_set: The ranks.
+        num_steps: Number of steps after which the ranks look.
+        process_set: The ranks that compare their numbers.
     """
 
     def __init__(self, num_steps: int, process_set: ProcessSet) -> None:
@@ -166,15 +166,15 @@ class StepSamples:
     def add_for_least(self, shown: Callable[[], Sequence[float]]) -> list[float] | None:
         """Add what a step has shown. After enough steps, return the least of each number.
 
-        It is the least of all steps and ranks: collective then. `shown` is called only then, and
-        may wait for a device. Returns None before, and while a rank has joined, for it could not
-        know what is made of it.
+        It is the least of all steps and ranks, so the call is collective then. Only then `shown` is
+        called; it may wait for a device. Returns None before, and while a rank has joined, because
+        that rank could not know the outcome.
         """
         found = self._agree(shown, lambda values: -min(values))
         return None if found is None else [-value for value in found]
 
     def add_for_median(self, shown: Callable[[], Sequence[float]]) -> list[float] | None:
-        """Do the same, but return the median of the steps, on the slowest rank, of each number."""
+        """Do the same, but return each number's median of the steps on the slowest rank."""
         return self._agree(shown, median)
 
     def _agree(
@@ -197,7 +197,7 @@ class StepSamples:
 
 
 def order_of(arrivals: Sequence[int], num_params: int) -> Iterator[int]:
-    """All parameters: first as their gradients arrived, then the others, the last one first."""
+    """Yield all parameters: first as their gradients arrived, then the others from the last on."""
     seen = dict.fromkeys(arrivals)
     yield from seen
     yield from (index for index in reversed(range(num_params)) if index not in seen)

@@ -5,9 +5,9 @@ whether buckets are reduced while backward goes on, how large they are, how long
 thread lets requests gather, and the algorithm, where the transport has several. Knobs that the user
 has set are left alone.
 
-Ranks always use the same setting in the same step. Every so many steps they exchange the time of a
-step, the slowest rank's counts, and `horovod.engine.autotune.Tuner` makes the same of it on all.
-Only one optimizer tunes at a time: with two, neither would know whose doing a time is.
+Ranks always use the same setting in the same step. After a number of steps they exchange the time
+of a step; the slowest rank's counts, and from it `horovod.engine.autotune.Tuner` concludes the same
+on all. Only one optimizer tunes at a time: with two, neither would know which made a step faster.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 BUCKET_SIZES = [size * MEBIBYTE for size in (32, 16, 8, 4, 2, 1, 64, 128)]
 CYCLE_TIMES = [0.0, 1.0, 5.0]  # milliseconds
 
-_UNMEASURED = 1  # intervals after a change: what is new for the engine takes longer
+_UNMEASURED = 1  # steps after a change that do not count: what is new takes longer
 
 # The knob behind each algorithm.
 _ALGORITHMS = {
@@ -46,7 +46,7 @@ _ALGORITHMS = {
 }
 _CYCLE_KNOB = "cycle_time"
 
-_active: weakref.ref[StepTuner] | None = None  # the one whose optimizer is being tuned
+_active: weakref.ref[StepTuner] | None = None  # the tuner at work: there is one at a time
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Setting:
 
 
 def for_overlap_alone(agreed: Agreement) -> Agreement:
-    """Return a short search, for nothing but whether to reduce beside backward."""
+    """Return terms of a short search that decides only whether to reduce beside backward."""
     fixed = frozenset(TUNABLE) - {OVERLAP_KNOB}
     return replace(agreed, num_warmup=1, num_steps=5, most_samples=2, fixed=fixed)
 
@@ -77,7 +77,7 @@ def stages(
     agreed: Agreement,
     algorithms: Sequence[str],
 ) -> list[Stage]:
-    """Return what to try, knob by knob. `grouped`: the user says what the buckets are."""
+    """Return what to try, knob by knob. With `grouped`, the user says what the buckets are."""
 
     def buckets(best: Setting) -> Iterator[Setting]:
         if OVERLAP_KNOB in agreed.fixed:
@@ -112,14 +112,14 @@ def stages(
 
 
 class StepClock:
-    """Times between steps: on an accelerator its own time, for Python runs ahead of it."""
+    """Measures steps: on an accelerator by its own clock, because Python runs ahead of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.marks: list[Any] = []
 
     def mark(self) -> None:
-        """A step ends here."""
+        """Note that a step ends here."""
         if self._device.type == "cpu":
             self.marks.append(time.perf_counter())
             return
@@ -129,7 +129,7 @@ class StepClock:
         self.marks.append(event)
 
     def seconds(self) -> list[float]:
-        """From mark to mark, once the device has got there."""
+        """Return the times from mark to mark, once the device has reached the last."""
         pairs = list(zip(self.marks, self.marks[1:], strict=False))
         if self._device.type == "cpu":
             return [end - start for start, end in pairs]
@@ -161,7 +161,7 @@ class StepTuner:
         devices = [param.device for _, param in params if not param.is_cpu]
         self._clock = StepClock(devices[0] if devices else torch.device("cpu"))
         self._num_bytes = sum(param.nbytes for _, param in params)
-        self._tuner: Tuner[Setting] | None = None  # None: another optimizer is at it
+        self._tuner: Tuner[Setting] | None = None  # None until other optimizers have settled
         self._log: AutotuneLog | None = None
 
     @property
@@ -169,7 +169,7 @@ class StepTuner:
         return self._tuner is not None and self._tuner.settled
 
     def after_step(self) -> Setting | None:
-        """Gradients have been reduced, on all ranks; how to do so from now on, if that changes."""
+        """Note that a step has ended; return how to reduce from now on, if that changes."""
         if self._joins != self._tuned_set.num_joins:  # those that joined early made fewer steps
             self._joins = self._tuned_set.num_joins
             self._clock.marks.clear()
@@ -182,7 +182,7 @@ class StepTuner:
         settled = other is None or other.settled or other._tuned_set.failure is not None
         busy_here = other is not self and not settled
         (seconds, busy), present = greatest([mine, float(busy_here)], self._process_set)
-        if not all(present):  # a rank has joined: it could not know what the others make of it
+        if not all(present):  # a rank has joined, which could not know the outcome
             return None
         if self._tuner is None:
             return None if busy else self._begin()
@@ -195,7 +195,7 @@ class StepTuner:
         names = tuned_set.algorithms if any(param.is_cpu for _, param in self._params) else ()
         way = config.cycle_time, names[0] if names else None
         agreed = self._agreed
-        if tuned_set.tuned is not None:  # by the first optimizer to settle: this one goes by it
+        if tuned_set.tuned is not None:  # the first optimizer has settled: do as it found
             way, names = tuned_set.tuned, ()
             agreed = replace(agreed, fixed=agreed.fixed | {_CYCLE_KNOB})
         default = Setting(self._default.overlap, self._default.bucket_bytes, *way)

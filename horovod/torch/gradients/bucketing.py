@@ -1,14 +1,14 @@
 """Bucketing: which gradients are reduced together, and whether while backward goes on.
 
-Pure: facts in, decisions out. `horovod.torch.gradients.reducer` brings the facts, on which the
-ranks have agreed (`horovod.torch.gradients.agreement`), so that all decide alike, and does what is
-decided here.
+These are pure functions of facts on which the ranks have agreed
+(`horovod.torch.gradients.agreement`), so that all decide alike. `horovod.torch.gradients.plan`
+brings the facts, and `horovod.torch.gradients.reducer` does what is decided here.
 
 - On an accelerator a bucket is reduced as soon as it is complete: the device works by itself
   (`device_bucket`, `cut_for_device`).
-- Between hosts too, where the first steps show that it is the network that takes the time, not the
-  processor: backward hides it. How much goes at a time depends on the network as well: each bucket
-  costs Python something, but everybody waits for the last one.
+- Between hosts too, where the first steps show that the network takes the time, not the processor:
+  backward hides that. The network also decides how large a bucket is: each costs Python something,
+  but everybody waits for the last one.
 - Inside one host it depends on the cores and the model: a second thread costs Python's lock and a
   core. Where every core has a rank it is not tried, else the first steps show what is faster.
 
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 MEBIBYTE = 1 << 20
 
-# A quarter of all, so that most are on their way before backward ends.
+# A bucket has a quarter of all bytes, so that most are on their way before backward ends; at most:
 LARGEST_BUCKET = 128 * MEBIBYTE
 SMALLEST_BUCKET = 8 * MEBIBYTE  # on an accelerator
 SMALLEST_HOST_BUCKET = MEBIBYTE // 2
@@ -34,15 +34,15 @@ DEVICE_BUCKET = 25 * MEBIBYTE
 DELAYED_BUCKET = 10 * MEBIBYTE
 LAST_DEVICE_BUCKETS = 4 * MEBIBYTE  # smaller ones cost more time than they save at the end
 _SHARES = 4
-_LITTLE = 8  # less than this part of a bucket goes with the next
+_LITTLE = 8  # a bucket of at most this part of the limit goes with the next gradient
 
-# Between hosts: what it takes this long to reduce. Measured with 1 Gbit/s (1 MiB) and more.
+# Between hosts a bucket takes this long to reduce. Measured with 1 Gbit/s (1 MiB) and more.
 _BUCKET_SECONDS = 0.008
 SMALLEST_NETWORK_BUCKET = MEBIBYTE
 _PROCESSOR_RATE = 500e6  # bytes a second; a network that does more keeps a core busy
-TRIAL_STEPS = 10  # all at once, of which the fastest counts: connections and memory warm up
-LOOK_STEPS = 3  # between looks whether backward hides more than it was given
-_WORTH_RECUTTING = 0.02  # part of all bytes, which would have to move from the step into backward
+TRIAL_STEPS = 10  # all gradients at once; the fastest counts, as connections and memory warm up
+LOOK_STEPS = 3  # steps between looks whether backward hides more than it was given
+_WORTH_RECUTTING = 0.02  # part of all bytes that must move from the step into backward
 
 # The knobs by which the user decides what is decided here otherwise.
 OVERLAP_KNOB, SIZE_KNOB = "overlap_backward", "fusion_threshold"
@@ -58,7 +58,7 @@ class Measurement(Enum):
 
 
 class Bucketing(NamedTuple):
-    """A decision."""
+    """A decision: how to reduce, and what to measure meanwhile."""
 
     overlap: bool  # reduce each bucket while backward goes on, or all gradients together after it
     bucket_bytes: int
@@ -67,13 +67,13 @@ class Bucketing(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPolicy:
-    """Decides for one optimizer. All ranks have the same facts."""
+    """Decides for one optimizer, from facts that are the same on all ranks."""
 
-    num_bytes: int  # of all gradients
+    num_bytes: int  # bytes of all gradients
     limit: int  # bytes of a bucket
     overlap: bool  # whether every rank can reduce while backward goes on: see `can_overlap`
     on_device: bool  # whether gradients are on an accelerator
-    crosses_hosts: bool  # whether the transport does
+    crosses_hosts: bool  # whether the ranks are on several hosts
     spare_cores: bool  # whether every rank has one for a thread beside backward
     fixed: frozenset[str] = frozenset()  # knobs that the user has set
     autotune: bool = False
@@ -96,14 +96,14 @@ class BucketPolicy:
         return self._checked(first)
 
     def after_trial(self, seconds: float) -> Bucketing:
-        """Return what to do where the network takes so long to reduce all gradients at once."""
+        """Return what to do if it takes `seconds` to reduce all gradients at once."""
         wanted = self.delayed or OVERLAP_KNOB in self.fixed
         overlap = wanted or pays_beside_backward(self.num_bytes, seconds)
         size = network_bucket(self.num_bytes, self.limit, seconds)
         return self._checked(Bucketing(overlap, size))
 
     def _checked(self, found: Bucketing) -> Bucketing:
-        """The same, if it does not overlap, with a look whether that would be faster after all.
+        """Return `found`; without overlap, let the next steps show whether overlap is faster.
 
         Only if it is up to us, and in host memory, where it depends on many things.
         """
@@ -119,7 +119,7 @@ def can_overlap(on_device: bool, over_network: bool, wanted: bool | None) -> boo
 
 
 def first_bucket(total: int, limit: int, on_device: bool) -> int:
-    """Bytes of a bucket, of `total` bytes of gradients, where no network has been measured."""
+    """Return the bytes of a bucket if all have `total`, and no network has been measured."""
     smallest = SMALLEST_BUCKET if on_device else SMALLEST_HOST_BUCKET
     return min(limit, LARGEST_BUCKET, max(smallest, total // _SHARES))
 
@@ -136,7 +136,7 @@ def device_bucket(limit: int, delayed: bool) -> int:
 
 
 def network_bucket(total: int, limit: int, seconds: float) -> int:
-    """Bytes of a bucket where reducing all `total` bytes at once takes so long."""
+    """Return the bytes of a bucket if reducing all `total` bytes at once takes `seconds`."""
     if seconds <= 0:
         return min(limit, SMALLEST_BUCKET)
     moved = int(total * _BUCKET_SECONDS / seconds)
@@ -144,9 +144,9 @@ def network_bucket(total: int, limit: int, seconds: float) -> int:
 
 
 def pays_beside_backward(total: int, seconds: float) -> bool:
-    """Whether reducing `total` bytes at once, in so many seconds, was waiting more than work.
+    """Return whether reducing `total` bytes at once, in `seconds`, was waiting more than work.
 
-    Work of the processor's takes as long beside backward as after it, and a bucket more of it.
+    The processor's work takes as long beside backward as after it, and buckets add to it.
     """
     return total < _PROCESSOR_RATE * seconds
 
@@ -154,10 +154,9 @@ def pays_beside_backward(total: int, seconds: float) -> bool:
 def num_hidden(sizes: Sequence[int], hidden: float) -> int:
     """Return how many of the first buckets to begin in backward, if it hides `hidden` bytes.
 
-    For when the next forward waits for one bucket after the other (overlap_forward). What comes
-    first in backward is needed last, so whatever backward does not hide had better go in the
-    opposite order; what is on its way cannot be overtaken. A bucket counts as hidden if most of it
-    is.
+    This is for a next forward that waits for one bucket after the other (overlap_forward). What
+    comes first in backward is needed last, so whatever backward does not hide had better go in the
+    opposite order; what is on its way cannot be overtaken. A bucket is hidden if most of it is.
     """
     count = 0
     for size in sizes:
@@ -169,10 +168,10 @@ def num_hidden(sizes: Sequence[int], hidden: float) -> int:
 
 
 def hides_more(num_bytes: int, hidden: float, idle: float, rate: float) -> float | None:
-    """Return how many bytes backward hides after all, if the network has nothing to do at its end.
+    """Return how many bytes backward hides after all; None if `hidden` was about right.
 
-    It was given `hidden` bytes and had rested for `idle` seconds by then. Backward takes longer
-    when a thread works beside it than it did in the trial. None: that was about right.
+    The network had been idle for `idle` seconds when backward ended, because backward takes longer
+    when a thread works beside it than it did in the trial.
     """
     more = idle * rate
     enough = hidden >= num_bytes or more < _WORTH_RECUTTING * num_bytes
@@ -180,7 +179,7 @@ def hides_more(num_bytes: int, hidden: float, idle: float, rate: float) -> float
 
 
 def cut(sizes: Sequence[int], most: int, limit: int) -> list[range]:
-    """Which of the gradients of these sizes, in bytes, make a bucket: consecutive, up to `most`.
+    """Return which gradients of these sizes, in bytes, make a bucket: consecutive, up to `most`.
 
     None is divided: one that is larger has a bucket of its own, together with the little that
     comes right before it (biases, say), which is not worth a reduction by itself; but not if
@@ -205,10 +204,10 @@ def cut_for_device(
 ) -> list[list[int]]:
     """Return which of the gradients of these sizes and kinds (types) make a bucket on a device.
 
-    Up to `most` bytes, all of one kind; the first is small, so that the library has something to do
-    early, and so are the last, for which everybody waits: none has more than half of what is left,
-    or LAST_DEVICE_BUCKETS. Buckets come in the order in which their last gradients do. With
-    `whole`, all of a kind are one.
+    A bucket has up to `most` bytes, all of one kind. The first is small, so that the library has
+    something to do early, and so are the last, for which everybody waits: none has more than half
+    of what is left, or LAST_DEVICE_BUCKETS. Buckets come in the order in which their last gradients
+    do. With `whole`, all of a kind are one.
     """
     left = sum(sizes)
     limits: dict[Hashable, int] = {}
@@ -217,8 +216,8 @@ def cut_for_device(
     for index, (nbytes, kind) in enumerate(zip(sizes, kinds, strict=True)):
         bucket = open_buckets.get(kind)
         size = sum(sizes[member] for member in bucket) if bucket else 0
-        # A large gradient takes what little there is along, and the last few bytes of all, which
-        # are not worth a bucket of their own, go with those before.
+        # A large gradient takes the little before it along. The last few bytes of all, which are
+        # not worth a bucket of their own, go with those before.
         goes_along = size + nbytes <= limit and (
             left < LAST_DEVICE_BUCKETS // 2 or (bucket and size <= limits[kind] // _LITTLE)
         )
@@ -235,6 +234,6 @@ def cut_for_device(
 
 
 def bucket_title(number: int, count: int, names: Sequence[str]) -> str:
-    """Return what people read of a bucket, in the timeline and in stall reports."""
+    """Return a bucket's title for people, in the timeline and in stall reports."""
     span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     return f"bucket {number} of {count} ({span})"

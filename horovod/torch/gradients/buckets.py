@@ -23,14 +23,14 @@ class Bucket:
     def __init__(self, name: str, params: Sequence[Named]) -> None:
         self.name = name
         self.params = list(params)
-        # Set only if all parameters share dtype, device and contiguity; once they have been
-        # reduced, `prepared` repeats that.
+        # Set only if all parameters share dtype, device and contiguity. `prepared` repeats the
+        # first reduction.
         first = params[0][1]
         forms = {(param.dtype, param.device, param.is_contiguous()) for _, param in params}
         self.dtype = first.dtype if forms == {(first.dtype, first.device, True)} else None
         self.prepared: PreparedAllreduce | None = None
         self.nbytes = sum(param.nbytes for _, param in params)
-        self.is_held = False  # whether its reduction begins in the step, although complete before
+        self.is_held = False  # whether it waits for the step, although complete before
         self.reset()
 
     def gradients(self) -> list[torch.Tensor] | None:
@@ -52,10 +52,9 @@ class Bucket:
         return found if len(found) > 1 else [found[0].view(-1)]
 
     def watch(self) -> None:
-        """Note what the gradients are now, while they are about to be reduced beside the program.
+        """Remember the gradients, which are about to be reduced while the program goes on.
 
-        torch counts changes of a tensor; those made through `Tensor.data`, as the engine's, do not
-        count.
+        torch counts the changes of a tensor, except those through `Tensor.data`, as the engine's.
         """
         self.watched = [
             (name, param, param.grad, param.grad._version)

@@ -55,9 +55,9 @@ class DeviceBucket:
     """Parameters of one type on one device whose gradients are reduced together.
 
     Args:
-        name: What people read, in the timeline and in errors.
+        name: Name for people, in the timeline and in errors.
         params: The parameters with their names, in the order in which they lie in the buffer.
-        reduction: How they are reduced. A type on the wire counts only where it is narrower.
+        reduction: The factors and the type on the wire, which counts only where it is narrower.
     """
 
     def __init__(self, name: str, params: Sequence[Named], reduction: LaneReduction) -> None:
@@ -87,7 +87,7 @@ class DeviceBucket:
         """Forget this step."""
         self.awaited = len(self.params)  # gradients that have not arrived yet
         self.work: DeviceWork | None = None
-        self.timing: LaneTiming | None = None  # where it is noted how long it is waited for
+        self.timing: LaneTiming | None = None  # notes how long the device waits for the reduction
         self._flat: Tensor | None = None  # what is reduced
         self._buffer: Tensor | None = None  # what is reduced, if gradients are views of it
         self._version = 0
@@ -227,7 +227,7 @@ class DeviceBucket:
         raise RuntimeError(CHANGED.format(what=what))
 
     def settle(self) -> Exception | None:
-        """Let the current stream wait until the gradients are reduced. Returns what went wrong."""
+        """Let the current stream wait until the gradients are reduced; return what went wrong."""
         work, self.work = self.work, None
         try:
             if work is not None:
@@ -251,7 +251,7 @@ class DeviceBucket:
 
 
 def _gradient(param: Tensor) -> Tensor | None:
-    """The gradient that counts; a sparse one, where all were dense at first, becomes dense."""
+    """Return a trained parameter's gradient; a sparse one becomes dense, as all were at first."""
     gradient = param.grad
     if gradient is None or not param.requires_grad:
         return None

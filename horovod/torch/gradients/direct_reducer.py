@@ -27,8 +27,8 @@ from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.device_bucket import DeviceBucket, LaneReduction
 from horovod.torch.gradients.layouts import is_dense
 
-# Measuring costs the device some time: all of the first steps are measured, which are not like
-# those that follow, and then one in so many, which counts for the others.
+# Measuring costs the device some time. The first steps, which are not like those that follow, are
+# all measured, and then one of several, which counts for the others.
 _FIRST_STEPS = 4
 _STEPS_BETWEEN = 16
 
@@ -37,8 +37,8 @@ class DirectReducer:
     """All buckets of one optimizer, on a lane of its own.
 
     Args:
-        lane: Where they are reduced.
-        buckets: In the order in which backward completes them.
+        lane: The lane on which they are reduced.
+        buckets: Buckets, in the order in which backward completes them.
         index_of: The index of each parameter among all of the optimizer's.
         overlap: Whether buckets begin while backward goes on, or all after it.
         measures_all: Whether every step is measured, and not one now and then.
@@ -58,12 +58,12 @@ class DirectReducer:
         self._bucket_of = {
             index_of[param]: bucket for bucket in buckets for _, param in bucket.params
         }
-        self._confirmation: Request | None = None  # of the last step
-        self._timing: LaneTiming | None = None  # of this step, if it is measured
-        self._measured: LaneTiming | None = None  # of the last step that was
+        self._confirmation: Request | None = None  # comparison of the last step
+        self._timing: LaneTiming | None = None  # times of this step, if it is measured
+        self._measured: LaneTiming | None = None  # times of the last measured step
         self._is_first = True  # whether the next gradient is the first of a step
         self._steps = 0
-        self._released: LaneTiming | None = None  # of the last step that nobody waited in
+        self._released: LaneTiming | None = None  # times of the last step that `release` ended
         self.hold(len(self.buckets) if overlap else 0, self.buckets)
         self._measures_all = measures_all
 
@@ -75,16 +75,16 @@ class DirectReducer:
         self._measures_all = False
         self._order = list(order)
         self._num_early = num_early
-        self._next = 0  # of the order: those before it have begun
+        self._next = 0  # index in the order: the buckets before it have begun
         forms = [(bucket.wire_dtype, bucket.count) for bucket in self._order]
         self._plan = LanePlan.of(forms)
 
     def hold_back(self, seconds: float, backward: float) -> None:
-        """Begin only what backward hides in backward, and the rest as the next forward needs it.
+        """Begin in backward only what it hides, and the rest in the order of the next forward.
 
         Args:
-            seconds: How long it takes to reduce all gradients.
-            backward: How long backward takes from the first gradient on.
+            seconds: The time that it takes to reduce all gradients.
+            backward: The time that backward takes from the first gradient on.
         """
         sizes = [bucket.nbytes for bucket in self.buckets]
         is_known = 0 < seconds < inf
@@ -124,8 +124,8 @@ class DirectReducer:
     def _start_rest(self) -> LaneTiming | None:
         """Begin what backward has not, and have the ranks compare what all have begun.
 
-        Returns the times of the step, if it is measured. Raises what came out of the comparison of
-        the step before.
+        Returns the times of the step, if it is measured. Raises what the ranks found when they
+        compared the step before.
         """
         if self._timing is not None:
             self._timing.end_backward()
@@ -186,7 +186,7 @@ class DirectReducer:
         return timing
 
     def finish_comparison(self) -> None:
-        """Wait until the ranks have compared what the last step began; raises what came of it."""
+        """Wait until the ranks have compared what the last step began; raise what they found."""
         confirmation, self._confirmation = self._confirmation, None
         if confirmation is not None:
             confirmation.wait()
@@ -203,7 +203,7 @@ class DirectReducer:
         self._end()
 
     def _end(self) -> None:
-        """Be ready for the first gradient of another step."""
+        """Prepare for the first gradient of the next step."""
         self._timing = None
         self._is_first = True
         self._next = 0
@@ -221,7 +221,7 @@ class DirectReducer:
 
 
 def lane_device(params: Iterable[torch.nn.Parameter]) -> torch.device | None:
-    """The device on which a lane can reduce the gradients of all these parameters, if there is one.
+    """Return the device on which a lane can reduce all these parameters' gradients, if any.
 
     They must be on one accelerator, of real types, and laid out without gaps.
     """
@@ -246,11 +246,11 @@ def make_buckets(
     """Cut the parameters of the optimizer `name` into buckets.
 
     Args:
-        name: The optimizer's.
-        params: In the order in which their gradients arrive.
-        groups: What the user wants to be reduced together; None: that is up to us.
+        name: Name of the optimizer.
+        params: Parameters, in the order in which their gradients arrive.
+        groups: Parameters that the user wants to be reduced together; None leaves that to us.
         most: Bytes of a bucket.
-        limit: Bytes that no bucket of ours has, unless one gradient does.
+        limit: Bytes that no bucket of ours exceeds, unless one gradient does.
         reduction: The factors, and the narrower type in which gradients travel, if any.
     """
     found: list[list[Named]] = []

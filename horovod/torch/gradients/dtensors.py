@@ -26,7 +26,7 @@ Part = tuple[tuple[str, int, int], ...]  # placement, number of parts and index;
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether this is a DTensor. Nothing is imported for it: who has one has loaded the module."""
+    """Return whether this is a DTensor. Nothing is imported: none exists without its module."""
     for name in ("torch.distributed.tensor", "torch.distributed._tensor"):  # the latter: torch 2.4
         kind = getattr(sys.modules.get(name), "DTensor", None)
         if kind is not None:
@@ -42,9 +42,9 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def part_of(tensor: Any) -> Part | None:
-    """Which part of a tensor this rank holds: equal for two ranks if they hold the same elements.
+    """Return which part of a DTensor this rank holds: equal on ranks that hold the same elements.
 
-    None for a tensor that is no DTensor.
+    Returns None for other tensors.
     """
     if not is_dtensor(tensor):
         return None
@@ -58,9 +58,9 @@ def part_of(tensor: Any) -> Part | None:
 
 
 class LocalShard(torch.nn.Parameter):
-    """What a DTensor parameter is on this rank: a parameter whose gradient is a part of a DTensor.
+    """This rank's part of a DTensor parameter, as a parameter.
 
-    Its gradient is always the one that the whole parameter has now.
+    Its gradient is always the same part of the gradient that the whole parameter has now.
     """
 
     _whole: Any
@@ -108,7 +108,7 @@ class LocalShard(torch.nn.Parameter):
 def with_local_shards(
     named: list[Named], groups: list[list[Named]] | None
 ) -> tuple[list[Named], list[list[Named]] | None]:
-    """Parameters and groups with a `LocalShard` in place of each DTensor."""
+    """Return parameters and groups with a `LocalShard` in place of each DTensor."""
     shards = {param: LocalShard.of(param) for _, param in named if is_dtensor(param)}
     if not shards:
         return named, groups
@@ -132,7 +132,7 @@ class Holding:
 
 
 def find_sources(name: str, holdings: Sequence[Holding], root_rank: int) -> dict[Part, int]:
-    """Return the ranks of the root's mesh that send a part, for the parts that another rank needs.
+    """Return which rank of the root's mesh sends each part, of parts that another rank needs.
 
     `holdings` has what each rank holds of the DTensor called `name`.
     """

@@ -1,7 +1,7 @@
 """Which buckets begin in backward where the next forward waits for them (overlap_forward).
 
 What backward does not hide had better be reduced in the order in which the next forward needs it,
-which is the opposite one. Used by `horovod.torch.gradients.reducer` after a trial has shown how
+the opposite of backward's. Used by `horovod.torch.gradients.reducer` after a trial has shown how
 fast the network is and how long backward takes.
 """
 
@@ -19,7 +19,7 @@ class ForwardSchedule:
     """Divides the buckets of one optimizer into those that begin in backward and in the step.
 
     Args:
-        buckets: In the order in which backward completes them.
+        buckets: Buckets, in the order in which backward completes them.
         seconds: The time that it takes to reduce all of them at once.
         backward: The time that backward takes from the first gradient on.
         process_set: The ranks that reduce them.
@@ -50,20 +50,20 @@ class ForwardSchedule:
             self._divide()
 
     def _divide(self) -> None:
-        """Start in the step what backward does not hide."""
+        """Mark the buckets that backward does not hide, so that they start in the step."""
         num_early = num_hidden([bucket.nbytes for bucket in self._buckets], self._hidden)
         for number, bucket in enumerate(self._buckets):
             bucket.is_held = number >= num_early
 
 
 def by_need(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Return buckets in the order in which to start them: of those held, the last comes first."""
+    """Return buckets in the order in which to start them; those held come last, in reverse."""
     held = [bucket for bucket in buckets if bucket.is_held]
     return [bucket for bucket in buckets if not bucket.is_held] + held[::-1]
 
 
 def idle_time(buckets: Sequence[Bucket], now: float) -> float:
-    """Return for how many seconds nothing has been under way, after something was."""
+    """Return for how many seconds nothing has been under way since the last reduction ended."""
     requests = [request for bucket in buckets for request in bucket.requests]
     if not requests or not all(request.done() for request in requests):
         return 0.0

@@ -31,7 +31,7 @@ def memory_shape(param: torch.Tensor) -> list[int]:
 
 
 def laid_out_like(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` or a copy, dense and with its elements where `param`, of its shape, has them."""
+    """Return `tensor` or a copy: dense, with elements where `param`, of its shape, has them."""
     if tensor.is_contiguous() and param.is_contiguous():
         return tensor
     if tensor.stride() == param.stride() and is_dense(tensor):
@@ -41,9 +41,9 @@ def laid_out_like(param: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def in_memory_order(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """`tensor` flat, its elements in the order in which `param`, of its shape, has them.
+    """Return `tensor` flat, its elements in the order in which `param`, of its shape, has them.
 
-    The tensor's own memory where that is possible, otherwise a copy.
+    It is the tensor's own memory where that is possible, otherwise a copy.
     """
     return flat(laid_out_like(param, tensor.detach()))
 

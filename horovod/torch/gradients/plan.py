@@ -58,7 +58,7 @@ def make_plan(
         params: All parameters of the optimizer.
         arrivals: Indices of the parameters whose gradients have arrived, in that order.
         is_grouped: Whether the user says what the buckets are.
-        submitter: What will submit the buckets. It learns the name and the sparse gradients.
+        submitter: The submitter of the buckets, which learns the name and the sparse gradients.
     """
     device = lane_device(param for _, param in params)
     on_device = device is not None or any(not param.is_cpu for _, param in params)

@@ -1,8 +1,8 @@
 """Reducing the gradients of a model's parameters, step by step. Used by DistributedOptimizer.
 
 `horovod.torch.gradients.plan` says what the ranks have agreed on and what buckets follow from it;
-`horovod.torch.gradients.submission` hands a bucket's gradients to the engine. Here is when that
-happens: as soon as a bucket's last gradient has arrived, while backward goes on, or after backward.
+`horovod.torch.gradients.submission` hands a bucket's gradients to the engine. This module decides
+when: as soon as a bucket's last gradient has arrived, while backward goes on, or after backward.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Reducer:
         self._first_arrival = 0.0
 
     def abandon(self) -> None:
-        """Wait for what is under way, and drop the results: e.g. the state was replaced."""
+        """Wait for what is under way, and drop the results: the state was replaced, for example."""
         self._first_arrival = 0.0
 
     def close(self) -> None:
-        """Release what reducing needs: another reducer takes over, or none."""
+        """Release what reducing needs, because another reducer takes over, or none."""
 
 
 class GradientReducer(Reducer):
@@ -83,8 +83,8 @@ class GradientReducer(Reducer):
         self._plan: BucketPlan
         self._planned_in: Topology | None = None
         self._arrivals: list[int] = []
-        # While measured times decide how to go on: seconds that reducing everything takes and
-        # backward lasts; which setting is fastest; what backward hides of it.
+        # These are set while measured times decide how to go on: how long reducing everything and
+        # backward take; which setting is fastest; which buckets backward hides.
         self._trial: StepSamples | None = None
         self._tuner: StepTuner | None = None
         self._schedule: ForwardSchedule | None = None
@@ -126,7 +126,7 @@ class GradientReducer(Reducer):
             self._start(bucket, background=True)
 
     def _start_in_order(self) -> None:
-        """Start complete buckets, but none before those that come first on all ranks."""
+        """Start complete buckets, but none before its predecessors: all ranks have one order."""
         for bucket in self._buckets:
             if bucket.awaited > 0:
                 break
@@ -181,7 +181,7 @@ class GradientReducer(Reducer):
         self._tune()
 
     def can_delay(self) -> bool:
-        """Return whether there is something to gain if nobody waits in a step: see `release`."""
+        """Return whether a step gains if it ends with `release`, which does not wait."""
         ready = self._planned_in is runtime.topology and not self.is_tuning() and self._overlap
         if not ready or self._direct is not None:
             return ready
@@ -191,7 +191,7 @@ class GradientReducer(Reducer):
     def release(self) -> Sequence[Bucket | DeviceBucket]:
         """Start what is left, and leave it to the caller to wait for each bucket (`Bucket.settle`).
 
-        The caller does so with all of them before it comes here again.
+        The caller must have waited for all of them before the next call.
         """
         arrival, began = self._first_arrival, time.monotonic()
         if self._direct is not None:
@@ -239,7 +239,7 @@ class GradientReducer(Reducer):
         return next(filter(None, failures), None)
 
     def _forget_arrivals(self) -> None:
-        """Be ready for the first gradient of another step."""
+        """Prepare for the first gradient of the next step."""
         self._first_arrival = 0.0
         self._arrivals.clear()
 
@@ -289,7 +289,7 @@ class GradientReducer(Reducer):
             )
 
     def _try(self, seconds: float, backward: float) -> None:
-        """In a trial, record that a step took so long; after enough steps, cut buckets by that.
+        """In a trial, record a step; after enough steps, cut buckets by their least times.
 
         A rank that others wait for sees what the network alone takes, so the least time counts.
 
@@ -344,7 +344,7 @@ class GradientReducer(Reducer):
     def _make_direct(self, lane: Lane, overlap: bool, most: int) -> None:
         """Cut gradients into buckets of up to `most` bytes on the lane."""
         if self._direct is not None:
-            self._direct.finish_comparison()  # or the next would bear the same name
+            self._direct.finish_comparison()  # the next comparison will have the same name
         reduction = self._submitter.lane_reduction()
         assert reduction is not None
         plan = self._plan
@@ -367,5 +367,5 @@ class _OwnedLane:
 
 
 def _nothing_shown() -> tuple[float, float]:
-    """Return what counts for nothing where the longest times of all ranks are looked for."""
+    """Return times of zero, which do not count where the longest of all ranks does."""
     return 0.0, 0.0

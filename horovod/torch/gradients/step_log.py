@@ -43,10 +43,10 @@ class StepLog:
         Args:
             first_arrival: When the first gradient was there; 0 if there was none.
             now: The time.
-            num_buckets: How many buckets there are.
+            num_buckets: The number of buckets.
 
         Returns:
-            How many seconds backward took from the first gradient on.
+            The seconds that backward took from the first gradient on.
         """
         seconds = now - first_arrival if first_arrival else 0.0
         timing, self._backward = self._backward, None

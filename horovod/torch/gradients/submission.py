@@ -1,4 +1,4 @@
-"""From a bucket's gradients to requests of the engine: all that the optimizer reduces goes here.
+"""Makes requests of the engine of a bucket's gradients: all that the optimizer reduces goes here.
 
 Used by `horovod.torch.gradients.reducer`, which says when. Gradients are reduced where they are:
 nothing is copied into or out of a buffer of ours, except that the engine packs the small ones, and
@@ -52,7 +52,7 @@ class BucketSubmitter:
         self.sparse_dims: Mapping[Parameter, int] = {}
 
     def lane_reduction(self) -> LaneReduction | None:
-        """How gradients are reduced on a lane; None where they cannot: see `direct_reducer`."""
+        """Return how gradients are reduced on a lane; None if they cannot: see `direct_reducer`."""
         wire = NARROW.get(self._wanted)
         known = wire is not None or self._wanted is NoneCompressor
         reduction = self._reduction
@@ -61,7 +61,7 @@ class BucketSubmitter:
             return None
         _, scale = sum_and_scale(reduction, set_size(self.process_set))
         if reduction.prescale_factor == 1.0:
-            # In one kernel, and half precisions do not overflow in the sum.
+            # All factors before the sum: one kernel, and half precisions do not overflow in it.
             return LaneReduction(scale, 1.0, wire)
         return LaneReduction(reduction.prescale_factor, scale, wire)
 
@@ -99,7 +99,7 @@ class BucketSubmitter:
     def _tensors(
         self, bucket: Bucket
     ) -> tuple[list[Named], dict[torch.device, list[torch.Tensor]]]:
-        """Whose gradients are dense, and what is reduced for them; others' are on their way."""
+        """Return parameters with dense gradients, and what to reduce for them; start the others."""
         tensors: dict[torch.device, list[torch.Tensor]] = {}
         dense: list[Named] = []
         for name, param in bucket.params:
@@ -134,7 +134,7 @@ class BucketSubmitter:
         return request
 
     def _is_repeatable(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the next gradients of the bucket will be reduced as they are, like these."""
+        """Return whether the bucket's next gradients will be reduced as they are, like these."""
         return (
             bucket.dtype is not None
             and self._compression is NoneCompressor
@@ -181,7 +181,7 @@ class BucketSubmitter:
         bucket.finishers.append(finish)
 
     def _flat(self, bucket: Bucket, param: Parameter) -> torch.Tensor:
-        """The gradient as a flat tensor in the parameter's order, its own memory if possible."""
+        """Return the gradient flat, in the parameter's order, and its own memory if possible."""
         assert param.grad is not None
         gradient = param.grad.data  # changes made through it do not count: see Bucket.watch
         ordered = laid_out_like(param, gradient)
@@ -201,7 +201,7 @@ class BucketSubmitter:
         return self._compressed(bucket, dense.view(-1))
 
     def _compressed(self, bucket: Bucket, target: torch.Tensor) -> torch.Tensor:
-        """What is reduced in place of `target`, which gets the result before anything else."""
+        """Return what is reduced in place of `target`, which gets the result before all else."""
         if self._compression is NoneCompressor:
             return target
         compressed: torch.Tensor

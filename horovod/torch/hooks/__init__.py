@@ -1,10 +1,10 @@
-"""Communication hooks: what travels in place of the gradients. Public as ``hvd.hooks``.
+"""Communication hooks: they send something in place of gradients. Public as ``hvd.hooks``.
 
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(),
                                          communication_hook=hvd.hooks.PowerSGD(4))
 
 `FP16`, `BF16`, `PowerSGD`, `TopK` and `EightBit` are there. Write another by deriving from
-`CommunicationHook`; this one has the other ranks' gradients added up in double precision::
+`CommunicationHook`; this one has the ranks' gradients added up in double precision::
 
     class Double(hvd.hooks.CommunicationHook):
         def start(self, bucket):
@@ -19,8 +19,8 @@
             return finish
 
 Every hook must leave the same bits on all ranks, or their models drift apart. Gradients that stay
-sparse do not go through a hook. `traffic` of a hook tells what it sends for a parameter. Its
-`state_dict`, on every rank its own, is not part of the optimizer's.
+sparse do not go through a hook. The `traffic` of our hooks tells how many bytes a parameter costs.
+A hook's `state_dict` differs between ranks, and is not part of the optimizer's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The hook's module is imported when somebody asks for the hook: few need one."""
+    """Import a hook's module when somebody asks for the hook: few need one."""
     if name in _MODULES:
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -74,7 +74,7 @@ class GradientBucket:
         return self._waiting(request, lambda _: reduced)
 
     def allgather(self, tensors: Sequence[Tensor], label: str = "") -> Callable[[], list[Tensor]]:
-        """Everybody's `tensors`, each concatenated along its first dimension in order of ranks.
+        """Concatenate the ranks' `tensors`, each along its first dimension, in the order of ranks.
 
         `label` tells several of these in one bucket apart. Returns a function that waits for them.
         """
@@ -85,11 +85,10 @@ class GradientBucket:
     def alltoall(
         self, tensor: Tensor, splits: Sequence[int], label: str = ""
     ) -> Callable[[], Tensor]:
-        """Send ``splits[i]`` rows of `tensor` to rank i; the result is what all ranks sent here, in
-        order.
+        """Send ``splits[i]`` rows of `tensor` to each rank i; get the ranks' rows, in their order.
 
         `splits` has a number for each rank; `label` tells several of these in one bucket apart.
-        Returns a function that waits for it.
+        Returns a function that waits for the rows.
         """
         collective = Collective(
             Kind.ALLTOALL, self.name + label, self._set_id, splits=tuple(splits)
@@ -109,10 +108,10 @@ class CommunicationHook(ABC):
 
     @abstractmethod
     def start(self, bucket: GradientBucket) -> Callable[[], None]:
-        """Begin to reduce `bucket`; return what waits and writes the result into its gradients.
+        """Begin to reduce `bucket`; return a function that waits and writes into its gradients.
 
-        Called for all buckets in the same order on all ranks, possibly while backward goes on, so
-        it must not wait. What it returns is called after backward, again in the same order.
+        This is called for all buckets in the same order on all ranks, possibly while backward goes
+        on, so it must not wait. The function is called after backward, again in the same order.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,9 +119,7 @@ class CommunicationHook(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, what `state_dict` returned on this rank; ValueError if it is
-        another's.
-        """
+        """Go on from `state`, this rank's `state_dict`; raise ValueError for another hook's."""
         self._expect(state, ())
 
     def _expect(self, state: dict[str, Any], keys: Sequence[str]) -> None:
@@ -139,16 +136,16 @@ class CommunicationHook(ABC):
         return self._optimizer is not None and self._optimizer() is not optimizer
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies, by pickle or deepcopy, go with copies of the optimizer."""
+        """Leave out the optimizer: copies (pickle, deepcopy) belong to copies of the optimizer."""
         return {key: value for key, value in vars(self).items() if key != "_optimizer"}
 
     def __repr__(self) -> str:
-        """Name and settings: optimizers are made only if this is the same on all ranks."""
+        """Return name and settings; optimizers are made only if all ranks have the same."""
         return f"{type(self).__name__}()"
 
 
 def _used_here(results: Sequence[Tensor]) -> list[Tensor]:
-    """New tensors of the engine, whose memory must not go back to it before our stream is done."""
+    """Keep the memory of the engine's new tensors until our stream is done; return the tensors."""
     for tensor in results:
         if not tensor.is_cpu:
             module = torch.get_device_module(tensor.device)

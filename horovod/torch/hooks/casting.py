@@ -11,7 +11,7 @@ from horovod.torch.hooks.compressing import CompressingHook, allreduce_traffic
 
 
 class _Casting(CompressingHook):
-    """An allreduce of two bytes per element, for gradients that have more."""
+    """Sends two bytes per element by allreduce, of gradients that have more."""
 
     _dtype: torch.dtype
 
@@ -35,7 +35,7 @@ class _Casting(CompressingHook):
 
 
 class FP16(_Casting):
-    """Gradients travel as float16.
+    """Sends gradients as float16.
 
     Each is rounded twice, to 11 bits, before and after the reduction. Beyond 65504 it becomes
     infinite, and below 6e-8 it is lost: use it with loss scaling, or use `BF16`.
@@ -45,7 +45,7 @@ class FP16(_Casting):
 
 
 class BF16(_Casting):
-    """Gradients travel as bfloat16.
+    """Sends gradients as bfloat16.
 
     Each is rounded twice, to 8 bits, before and after the reduction; the range is float32's.
     """

@@ -16,17 +16,17 @@ Tensor = torch.Tensor
 
 
 def allreduce_traffic(nbytes: int, num_ranks: int) -> float:
-    """Bytes that each rank has to send: its share of the reduction, and its reduced part."""
+    """Return how many bytes each rank sends: what others reduce, and the part that it reduced."""
     return 2 * nbytes * (num_ranks - 1) / num_ranks
 
 
 def allgather_traffic(nbytes: float, num_ranks: int) -> float:
-    """Bytes that each rank sends on if everybody contributes `nbytes`."""
+    """Return how many bytes each rank sends on if everybody contributes `nbytes`."""
     return nbytes * (num_ranks - 1)
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """The type to calculate in: half-precision numbers are too coarse for small remainders."""
+    """Return the type to calculate in: half precision is too coarse for small remainders."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -34,7 +34,7 @@ class CompressingHook(CommunicationHook):
     """Compresses floating-point gradients where less travels then; others go as they are."""
 
     def traffic(self, shape: Sequence[int], dtype: torch.dtype, num_ranks: int) -> float:
-        """Bytes that a rank sends, on average, to reduce the gradient of one parameter."""
+        """Return how many bytes a rank sends, on average, to reduce one parameter's gradient."""
         plain = allreduce_traffic(math.prod(shape) * dtype.itemsize, num_ranks)
         if not dtype.is_floating_point:
             return plain
@@ -42,7 +42,7 @@ class CompressingHook(CommunicationHook):
 
     @abstractmethod
     def _compressed_traffic(self, shape: torch.Size, dtype: torch.dtype, num_ranks: int) -> float:
-        """Return the same for a parameter that is compressed, worthwhile or not."""
+        """Return `traffic` for a parameter that is compressed, worthwhile or not."""
 
     def _divided(self, bucket: GradientBucket) -> tuple[list[tuple[str, Tensor]], list[Tensor]]:
         """Return the bucket's gradients to compress, with their names, and the others."""
@@ -72,7 +72,7 @@ class FeedbackHook(CompressingHook):
         self._residuals: dict[str, Tensor] = {}  # by parameter; replaced, never changed
 
     def _corrected(self, name: str, gradient: Tensor) -> Tensor:
-        """Return a copy of the gradient together with what earlier ones still owe."""
+        """Return a copy of the gradient plus what compression left out of earlier ones."""
         corrected = gradient.to(precise(gradient.dtype), copy=True)
         residual = self._residuals.get(name)
         if residual is not None:
@@ -85,10 +85,10 @@ class FeedbackHook(CompressingHook):
         return corrected
 
     def _keep(self, name: str, residual: Tensor, result: Tensor) -> None:
-        """Remember what is left out of a parameter's gradient.
+        """Remember what compression left out of a parameter's gradient.
 
-        Not if the result has an inf or NaN, which all ranks see alike: such a step is not taken
-        (by torch.amp.GradScaler, say), and later ones must not suffer from it.
+        If the result has an inf or NaN, which all ranks see alike, keep what was left out before:
+        such a step is not taken (by torch.amp.GradScaler, say), and later ones must not suffer.
         """
         if self.error_feedback:
             before = self._residuals.get(name)
@@ -97,7 +97,7 @@ class FeedbackHook(CompressingHook):
             self._residuals[name] = torch.where(usual, residual, instead)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals, by parameter name. Every rank has its own to save."""
+        """Return this rank's residuals, by parameter name. Every rank saves its own."""
         return {"residuals": dict(self._residuals)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ _KINDS = {"int8": torch.int8, "fp8": FP8}
 
 
 class EightBit(FeedbackHook):
-    """8-bit numbers times a scale for each block of 256 elements of a parameter.
+    """Sends gradients as 8-bit numbers times a scale for each 256 elements of a parameter.
 
     The largest magnitude of a block is 127 times its scale (448 times, with fp8), a float32, which
     travels with the block: 260 bytes. Each rank gets everybody's bytes for its part of the blocks
@@ -29,7 +29,8 @@ class EightBit(FeedbackHook):
     joined (`hvd.join`).
 
     Args:
-        error_feedback: Add what the roundings take away to the next gradient, as is the default.
+        error_feedback: Whether what the roundings take away is added to the next gradient; True
+            by default.
         numbers: ``"int8"`` for evenly spaced numbers, the default, or ``"fp8"`` for floating-point
             ones (e4m3), which keep more of small elements beside large ones.
 
@@ -106,5 +107,5 @@ def _decoded(rows: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def eight_bit_hook(compression: Any) -> EightBit:
-    """Return the hook that does on devices what an 8-bit compressor means."""
+    """Return the hook that does for tensors on devices what an 8-bit compressor asks for."""
     return EightBit(error_feedback=False, numbers=compression.name)

@@ -30,17 +30,20 @@ class _Product:
 class PowerSGD(FeedbackHook):
     """Low-rank approximation of gradients by a power iteration, one step per reduction.
 
-    A parameter of n rows and m columns (all dimensions but the first together) sends two
-    matrices, of n x r and m x r elements, by an allreduce each, r being
-    `matrix_approximation_rank`. Vectors, and whatever this would not make smaller, travel as they
-    are; so does everything in a parameter's first `start_iteration` reductions, when gradients
-    change most. The result is the mean gradient projected onto r directions, exact if it has no
-    higher rank. Each iteration starts from the directions that the one before has found. With
-    `error_feedback` what the projection leaves out is added to the next gradient.
+    A parameter of n rows and m columns (all dimensions but the first together) sends two matrices,
+    of n x r and m x r elements, by an allreduce each. Vectors, and whatever this would not make
+    smaller, travel as they are. The result is the mean gradient projected onto r directions, exact
+    if it has no higher rank. Each iteration starts from the directions that the one before found.
 
     Every rank multiplies the matrices itself: for the same bits, ranks need the same kind of
     processor, torch and number of threads. With `hvd.join`, and in elastic training, leave
     start_iteration at 0: a rank that was not there has not counted the iterations.
+
+    Args:
+        matrix_approximation_rank: The number r of directions, 1 by default.
+        start_iteration: The number of reductions in which a parameter is not compressed yet, as its
+            gradient changes most at first; 0 by default.
+        error_feedback: Whether what the projection leaves out is added to the next gradient.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class PowerSGD(FeedbackHook):
         self.start_iteration = start_iteration
         super().__init__(error_feedback)
         self._directions: dict[str, Tensor] = {}  # `right` of the last time, by parameter
-        self._reductions: dict[str, int] = {}  # of each parameter, up to start_iteration
+        self._reductions: dict[str, int] = {}  # how many each parameter had, up to start_iteration
 
     def _compressed_traffic(self, shape: torch.Size, dtype: torch.dtype, num_ranks: int) -> float:
         if len(shape) < 2:
@@ -113,20 +116,20 @@ class PowerSGD(FeedbackHook):
             product.left = torch.linalg.qr(product.left).Q
             product.right = product.matrix.t() @ product.left
         bucket.allreduce([product.right for product in products], ".right")()
-        share = 1 / (bucket.num_ranks * bucket.scale)  # of the result that is a rank's own
+        share = 1 / (bucket.num_ranks * bucket.scale)  # the part of the result that is a rank's own
         for product, earlier in zip(products, before, strict=True):
             result = (product.left @ product.right.t()).view(-1)
             product.gradient.copy_(result)
             applied = product.gradient.to(result.dtype)  # after rounding
             residual = product.matrix.view(-1).sub_(applied, alpha=share)
             self._keep(product.name, residual, product.gradient)
-            # A direction without a gradient, or with a NaN, leads nowhere: keep looking around.
+            # A direction without a gradient, or with a NaN, is useless: keep the earlier one.
             right = product.right
             useful = torch.isfinite(right).all(0) & (right != 0).any(0)
             self._directions[product.name] = torch.where(useful, right, earlier)
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals (this rank's own), directions and counts (everybody's), by parameter name."""
+        """Return residuals (this rank's), directions and counts (all ranks'), by parameter name."""
         return {
             **super().state_dict(),
             "directions": dict(self._directions),
@@ -141,6 +144,6 @@ class PowerSGD(FeedbackHook):
 
 
 def _random_directions(name: str, num_rows: int, rank: int) -> Tensor:
-    """Return where to begin: the same on all ranks, another for each parameter."""
+    """Return the first directions: the same on all ranks, different for each parameter."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
     return torch.randn(num_rows, rank, generator=torch.Generator().manual_seed(seed))

@@ -28,14 +28,17 @@ class _Selection:
 
 
 class TopK(FeedbackHook):
-    """Each rank sends its `ratio` largest elements (by magnitude) of every gradient.
+    """Sends the largest elements (by magnitude) of every gradient, at least one.
 
-    At least one; position and value of each travel by allgather, and every rank adds them up. That
-    grows with the number of ranks, so parameters where a plain allreduce would send less are
-    reduced plainly: with float32 where ratio times ranks is 1 or more. With `error_feedback` what
-    was not sent is added to the next gradient.
+    Positions and values travel by allgather, and every rank adds them up. Traffic grows with the
+    number of ranks, so parameters where a plain allreduce would send less are reduced plainly: with
+    float32 where ratio times ranks is 1 or more.
 
     Does not work while ranks have joined (`hvd.join`).
+
+    Args:
+        ratio: The part of a gradient's elements that is sent, 0.01 by default.
+        error_feedback: Whether what was not sent is added to the next gradient, as by default.
     """
 
     def __init__(self, ratio: float = 0.01, error_feedback: bool = True) -> None:
@@ -98,7 +101,7 @@ class TopK(FeedbackHook):
     def _add_up(self, selection: _Selection, indices: Tensor, values: Tensor, scale: float) -> None:
         result = torch.zeros_like(selection.rest)
         for rank_indices, rank_values in zip(indices, values, strict=True):
-            # Rank by rank: no element comes twice in one, so the order of additions is fixed.
+            # Rank by rank, because no rank has an element twice: the order of additions is fixed.
             result.index_add_(0, rank_indices, rank_values.to(result.dtype))
         selection.gradient.copy_(result.mul_(scale))
         self._keep(selection.name, selection.rest, selection.gradient)

@@ -31,8 +31,9 @@ def allgather(
     """Concatenate the ranks' tensors along the first dimension. Differentiable.
 
     Args:
-        tensor: Of at least one dimension; only the first may differ between ranks.
-        name: Ranks match operations by name; left out, by the order of their calls.
+        tensor: Tensor of at least one dimension; only the size of the first may differ between
+            ranks.
+        name: Ranks match operations by name, or by the order of their calls if it is left out.
         process_set: The ranks that take part.
 
     Returns:
@@ -57,7 +58,7 @@ def allgather(
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Start an allgather of `tensor`; returns a handle for `poll` and `synchronize`.
+    """Start an allgather of `tensor`; return a handle for `poll` and `synchronize`.
 
     `name` and `process_set` are those of `allgather`.
     """
@@ -72,8 +73,8 @@ def grouped_allgather(
     """Gather several tensors as one operation. Differentiable.
 
     Args:
-        tensors: Each as `allgather` takes it, all of one device.
-        name: Ranks match operations by name; left out, by the order of their calls.
+        tensors: Tensors such as `allgather` takes, all on one device.
+        name: Ranks match operations by name, or by the order of their calls if it is left out.
         process_set: The ranks that take part.
 
     Returns:
@@ -104,7 +105,7 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start gathering `tensors` as one operation; returns one handle.
+    """Start gathering `tensors` as one operation; return one handle.
 
     `name` and `process_set` are those of `grouped_allgather`.
     """
@@ -135,7 +136,7 @@ class HorovodAllgather(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        """Gather the rows of a batch, which is then no longer the first dimension."""
+        """Gather the rows of a batch, whose dimension is moved behind that of the rows."""
         tensor, name, process_set = inputs
         gathered: Tensor = HorovodAllgather.apply(  # type: ignore[no-untyped-call]
             tensor.movedim(in_dims[0], 1), name, process_set
@@ -166,7 +167,7 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        """Gather the rows of batches, which are then no longer the first dimension."""
+        """Gather the rows of batches, whose dimensions are moved behind those of the rows."""
         name, process_set, *tensors = inputs
         moved = [t.movedim(dim, 1) for t, dim in zip(tensors, in_dims[2:], strict=True)]
         gathered = HorovodGroupedAllgather.apply(name, process_set, *moved)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""allreduce of one tensor, in all its forms; of groups: `horovod.torch.ops.grouped_allreduce`.
+"""allreduce of one tensor, in all its forms; for groups see `horovod.torch.ops.grouped_allreduce`.
 
 Exported to users by `horovod.torch.mpi_ops`. The blocking in-place form is the hot path: it does
 nothing but check its arguments and wait for the engine.
@@ -42,13 +42,13 @@ def allreduce(
     """Reduce a tensor over all ranks into a new one. Differentiable.
 
     Args:
-        tensor: Of the same shape and type on all ranks.
+        tensor: Tensor of the same shape and type on all ranks.
         average: Older form of `op`: True for `Average`, False for `Sum`.
-        name: Ranks match operations by name; left out, by the order of their calls.
-        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        name: Ranks match operations by name, or by the order of their calls if it is left out.
+        compression: Compressor of what is sent, such as `Compression.fp16`.
         op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
-        prescale_factor: Multiplies tensors before the reduction.
-        postscale_factor: Multiplies the result.
+        prescale_factor: Factor of the tensors before the reduction.
+        postscale_factor: Factor of the result.
         process_set: The ranks that take part.
 
     Returns:
@@ -85,7 +85,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing `tensor` into a new one; returns a handle for `poll` and `synchronize`.
+    """Start reducing `tensor` into a new one; return a handle for `poll` and `synchronize`.
 
     `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
     are those of `allreduce`. `synchronize` raises what `allreduce` would.
@@ -144,7 +144,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing `tensor` in place; returns a handle for `poll` and `synchronize`.
+    """Start reducing `tensor` in place; return a handle for `poll` and `synchronize`.
 
     `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
     are those of `allreduce`. Leave the tensor alone until it is synchronised.
@@ -185,7 +185,7 @@ class HorovodAllreduce(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        """Reduce a batch as one tensor: it is all the same to a reduction."""
+        """Reduce a batch as one tensor, which gives the same result."""
         reduced: Tensor = HorovodAllreduce.apply(*inputs)  # type: ignore[no-untyped-call]
         return reduced, in_dims[0]
 
@@ -211,7 +211,7 @@ def _reduce_copy(
 ) -> Tensor | None:
     """Reduce a copy of a tensor the shortest way, if one like it went before by this name.
 
-    In host memory only small ones: copying a large one costs more than a request.
+    Large tensors in host memory are left alone: copying one costs more than a request.
 
     Returns:
         The copy, or None if nothing was done.
@@ -252,7 +252,7 @@ def start_in_place(
     process_set: ProcessSet,
     background: bool = True,
 ) -> tuple[Request, Callable[[Any], tuple[Tensor, ...]]]:
-    """Enqueue an allreduce in place; also what turns its result into the caller's tensors."""
+    """Enqueue an allreduce in place; return it, and a function from its result to the tensors."""
     buffers = reduction_inputs(tensors, reduction)
     copies = [pair for pair in zip(tensors, buffers, strict=True) if pair[0] is not pair[1]]
     for tensor, _ in copies:
@@ -269,7 +269,7 @@ def start_in_place(
 
 
 def _collective(name: str | None, reduction: Reduction, process_set: ProcessSet) -> Collective:
-    """Return the record of an allreduce; Adasum of a set is refused, registered or not."""
+    """Return the record of an allreduce. Raise for Adasum in a process set, registered or not."""
     check_adasum(reduction, all_ranks=process_set is global_process_set)
     return Collective(Kind.ALLREDUCE, name, set_id(process_set), reduction)
 

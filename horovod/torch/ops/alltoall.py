@@ -35,14 +35,15 @@ def alltoall(
     Differentiable.
 
     Args:
-        tensor: Of at least one dimension; only the first may differ between ranks.
-        splits: How many rows each rank gets, as int32; None: equally many.
-        name: Ranks match operations by name; left out, by the order of their calls.
+        tensor: Tensor of at least one dimension; only the size of the first may differ between
+            ranks.
+        splits: Number of rows for each rank, as int32; None sends equally many to each.
+        name: Ranks match operations by name, or by the order of their calls if it is left out.
         process_set: The ranks that take part.
 
     Returns:
-        The rows received, in the order of ranks; with `splits` a pair of these and of the numbers
-        of rows received from each rank.
+        The rows received, in the order of ranks; with `splits` a pair of these and of the number of
+        rows received from each rank.
 
     Raises:
         ValueError: This rank passed a wrong argument; nothing was sent.
@@ -125,7 +126,7 @@ def _start(
     process_set: ProcessSet,
     background: bool = True,
 ) -> tuple[Request, Callable[[Any], tuple[Tensor, Tensor]]]:
-    """Enqueue an alltoall; also what makes tensors of its result.
+    """Enqueue an alltoall; return it, and a function that makes tensors of its result.
 
     Without `background` the caller waits at once.
     """

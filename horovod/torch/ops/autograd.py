@@ -1,7 +1,4 @@
-"""What the differentiable forms of the collectives ask and name.
-
-What users pass is checked by `horovod.engine.arguments`.
-"""
+"""Helpers of the differentiable collectives: is a gradient needed, and what is its name?"""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from torch.compiler import is_compiling
 
 
 def needs_gradient(*tensors: torch.Tensor) -> bool:
-    """Whether autograd or a transform of `torch.func` has to see what is done to these tensors."""
+    """Return whether autograd, or a transform of `torch.func`, has to see what these tensors do."""
     if not is_compiling() and torch._C._are_functorch_transforms_active():
         return True
     return torch.is_grad_enabled() and any(

@@ -21,12 +21,12 @@ from horovod.torch.ops.allreduce import allreduce, allreduce_
 
 Tensor = torch.Tensor
 
-# Where torch has kernels for the parts of a batch normalisation; elsewhere we put them together.
+# Devices with kernels of torch for the parts of a batch normalisation; elsewhere we compute them.
 _HAVE_KERNELS = frozenset({"cuda", "xpu"})
 
 
 class BatchNormFunction(torch.autograd.Function):
-    """Normalise by the statistics of all ranks; also gives mean, biased variance and count."""
+    """Normalise by the statistics of all ranks; also return mean, biased variance and count."""
 
     @staticmethod
     def forward(
@@ -58,7 +58,7 @@ class BatchNormFunction(torch.autograd.Function):
         _, name, process_set = ctx.arguments
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
         if input.dtype is not mean.dtype and input.device.type not in _HAVE_KERNELS:
-            # Half precision: else every step would round.
+            # Half precision, in which every step would round.
             gradient, input = gradient.to(mean.dtype), input.to(mean.dtype)
         sums = _local_sums(gradient, input, mean, inverse)
         to_bias, to_weight = sums.clone()
@@ -74,7 +74,7 @@ class BatchNormFunction(torch.autograd.Function):
 
 
 def _statistics(input: Tensor, name: str, process_set: ProcessSet) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance of each channel over all ranks, and the number of values in it."""
+    """Return each channel's mean and biased variance over all ranks, and its number of values."""
     features = input.shape[1]
     values = input.numel() // features if features else 0
     rank, size = process_set.rank(), set_size(process_set)
@@ -82,7 +82,7 @@ def _statistics(input: Tensor, name: str, process_set: ProcessSet) -> tuple[Tens
     dtype = torch.float64 if input.dtype is torch.float64 else torch.float32
     table = torch.zeros(size, 1 + 2 * features, dtype=dtype, device=input.device)
     if values:
-        table[rank, 0] = values  # a float32 rounds it from 2**24 on: no more than it does the rest
+        table[rank, 0] = values  # float32 rounds it from 2**24 on, as it rounds the rest
         torch.cat(_local_statistics(input, dtype), out=table[rank, 1:])
     allreduce_(table, name=name, op=Sum, process_set=process_set)
     counts, means, variances = table[:, :1], table[:, 1 : features + 1], table[:, features + 1 :]
@@ -99,12 +99,12 @@ def _statistics(input: Tensor, name: str, process_set: ProcessSet) -> tuple[Tens
 
 
 def _local_statistics(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each channel of this rank's batch."""
+    """Return the mean and biased variance of each channel of this rank's batch."""
     if input.device.type in _HAVE_KERNELS:
         mean, inverse = torch.batch_norm_stats(input, torch.finfo(dtype).tiny)
         return mean, inverse.square().reciprocal()
     if input.is_cpu:
-        # The type of the running statistics, which are not wanted here, is the result's type.
+        # The result has the type of the running statistics, which are not wanted here.
         ignored = torch.zeros(2, input.shape[1], dtype=dtype)
         mean, variance = torch.batch_norm_update_stats(input, ignored[0], ignored[1], 0.0)
         return mean, variance
@@ -116,7 +116,7 @@ def _local_statistics(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def _local_sums(gradient: Tensor, input: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
-    """Sums of the gradient, and of the gradient times the normalised input, by channel."""
+    """Return each channel's sums of the gradient, and of gradient times normalised input."""
     if input.numel() == 0:
         return mean.new_zeros(2, mean.numel())
     ones, only_sums = torch.ones_like(mean), [False, True, True]
@@ -135,7 +135,7 @@ def _input_gradient(
     sums: Tensor,
     count: Tensor,
 ) -> Tensor:
-    """weight * inverse * (gradient - its mean - normalised input * mean of their product)."""
+    """Return weight * inverse * (gradient - its mean - normalised input * their product's mean)."""
     if input.numel() == 0:
         return torch.zeros_like(input)
     weight, (plain, scaled) = _as(weight, mean), sums
@@ -144,7 +144,7 @@ def _input_gradient(
         return torch.batch_norm_backward_elemt(
             gradient, input, mean, inverse, weight, plain, scaled / inverse, counts
         )
-    # Put as a * gradient + b * input + c it takes two passes over the data.
+    # Written as a * gradient + b * input + c it takes two passes over the data.
     a = inverse if weight is None else inverse * weight
     b = -a * inverse * scaled / count
     c = -a * plain / count - b * mean
@@ -153,7 +153,7 @@ def _input_gradient(
 
 
 def _differentiable_gradients(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
-    """Return the gradients with a graph behind them, for who asks for second derivatives.
+    """Return the gradients with a graph behind them, for second derivatives.
 
     Computes the layer once more from differentiable collectives and leaves the rest to autograd.
     """
@@ -186,7 +186,7 @@ def _all_but_channels(input: Tensor) -> list[int]:
 
 
 def _by_channel(vector: Tensor, input: Tensor) -> Tensor:
-    """One value for each channel, shaped to be broadcast over `input`."""
+    """Return one value for each channel in a shape that broadcasts over `input`."""
     return vector.view(1, -1, *[1] * (input.dim() - 2))
 
 

@@ -35,9 +35,9 @@ def broadcast(
     """Return the root's tensor as a new one on every rank. Differentiable.
 
     Args:
-        tensor: Of the same shape and type on all ranks; only the root's content counts.
-        root_rank: The rank that has it, counted among all ranks of the job.
-        name: Ranks match operations by name; left out, by the order of their calls.
+        tensor: Tensor of the same shape and type on all ranks; only the root's content counts.
+        root_rank: The rank whose tensor is sent, counted among all ranks of the job.
+        name: Ranks match operations by name, or by the order of their calls if it is left out.
         process_set: The ranks that take part.
 
     Raises:
@@ -60,7 +60,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start a broadcast of `tensor` into a new one; returns a handle for `poll` and `synchronize`.
+    """Start a broadcast of `tensor` into a new one; return a handle for `poll` and `synchronize`.
 
     `root_rank`, `name` and `process_set` are those of `broadcast`.
     """
@@ -76,7 +76,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Overwrite `tensor` with the root's, and return it.
+    """Overwrite `tensor` with the root's tensor, and return it.
 
     `root_rank`, `name` and `process_set` are those of `broadcast`, and so are the errors.
     """
@@ -94,7 +94,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start overwriting `tensor` with the root's; returns a handle for `poll` and `synchronize`.
+    """Start overwriting `tensor` with the root's; return a handle for `poll` and `synchronize`.
 
     `root_rank`, `name` and `process_set` are those of `broadcast`.
     """
@@ -159,7 +159,7 @@ def _start_in_place(
     process_set: ProcessSet,
     background: bool = True,
 ) -> tuple[Request, Callable[[Any], Tensor]]:
-    """Enqueue a broadcast in place; also what turns its result into the caller's tensor."""
+    """Enqueue a broadcast in place; return it, and a function from its result to the tensor."""
     buffer = movement_input(tensor)
     if buffer is not tensor:
         check_writable(tensor)

@@ -40,13 +40,13 @@ def grouped_allreduce(
     None of them is reduced before all ranks have submitted all of them.
 
     Args:
-        tensors: Of one device; the same number, shapes and types on all ranks.
+        tensors: Tensors on one device; all ranks pass the same number, shapes and types.
         average: Older form of `op`: True for `Average`, False for `Sum`.
-        name: Ranks match operations by name; left out, by the order of their calls.
-        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        name: Ranks match operations by name, or by the order of their calls if it is left out.
+        compression: Compressor of what is sent, such as `Compression.fp16`.
         op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
-        prescale_factor: Multiplies tensors before the reduction.
-        postscale_factor: Multiplies the result.
+        prescale_factor: Factor of the tensors before the reduction.
+        postscale_factor: Factor of the result.
         process_set: The ranks that take part.
 
     Returns:
@@ -84,7 +84,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing `tensors` as one operation into new ones; returns one handle.
+    """Start reducing `tensors` as one operation into new ones; return one handle.
 
     `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
     are those of `grouped_allreduce`. `synchronize` gives a tuple of the results.
@@ -127,7 +127,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Start reducing `tensors` as one operation in place; returns one handle.
+    """Start reducing `tensors` as one operation in place; return one handle.
 
     `average`, `name`, `op`, `prescale_factor`, `postscale_factor` and `process_set`
     are those of `grouped_allreduce`. Leave the tensors alone until they are synchronised.
@@ -169,7 +169,7 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        """Reduce batches as tensors: it is all the same to a reduction."""
+        """Reduce batches as tensors, which gives the same results."""
         return HorovodGroupedAllreduce.apply(*inputs), in_dims[6:]  # type: ignore[no-untyped-call]
 
 

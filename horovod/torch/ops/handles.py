@@ -12,7 +12,7 @@ from typing import Any
 from horovod.engine.request import Request
 from horovod.torch.ops.untraced import breaks_graph
 
-# What the engine is doing, and how to turn its result into what `synchronize` returns.
+# Each handle's request, and the function that turns its result into what `synchronize` returns.
 _pending: dict[int, tuple[Request, Callable[[Any], Any]]] = {}
 _numbers = itertools.count(1)
 
@@ -29,7 +29,7 @@ def poll(handle: int) -> bool:
     """Return whether ``synchronize(handle)`` would return at once.
 
     Args:
-        handle: What the collective returned when it was started.
+        handle: The number that the collective returned when it was started.
 
     Raises:
         ValueError: The handle does not exist, or was synchronised already.
@@ -47,7 +47,7 @@ def synchronize(handle: int) -> Any:
     """Wait for an asynchronous collective and return its result, once.
 
     Args:
-        handle: What the collective returned when it was started.
+        handle: The number that the collective returned when it was started.
 
     Returns:
         The output tensor; a tuple of them for a grouped operation; (output, received splits) for

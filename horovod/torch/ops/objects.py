@@ -21,8 +21,8 @@ def broadcast_object(
 
     Args:
         obj: Anything that can be pickled. The root gets back the very object it passed.
-        root_rank: The rank whose object it is.
-        name: To have several broadcasts of objects in flight at once, from several threads.
+        root_rank: The rank whose object all ranks get.
+        name: Name that tells this broadcast from others that other threads have in flight.
         process_set: The ranks that take part.
 
     Raises:
@@ -42,7 +42,7 @@ def allgather_object(
 
     Args:
         obj: Anything that can be pickled.
-        name: To have several of these in flight at once, from several threads.
+        name: Name that tells this call from others that other threads have in flight.
         process_set: The ranks that take part.
 
     Raises:

@@ -2,8 +2,8 @@
 
 A schema says what an operator reads and writes; its kernel runs when the graph does; its *fake*
 form tells the compiler the shapes of results before. The compiler keeps graphs on disk, also for
-other processes. So whatever differs between ranks or jobs and shapes a result is an argument: a
-fake form may not look at the engine.
+other processes. So a fake form may not look at the engine: what differs between ranks or jobs, and
+decides the shape of a result, is an argument.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from horovod.torch.ops.shortcuts import shorten
 
 Tensor = torch.Tensor
 
-SMALL = 16 * 1024  # bytes in host memory of which a copy costs less than a request
+SMALL = 16 * 1024  # bytes: to copy as many in host memory costs less than a request
 _library: Any = torch.library.Library("horovod", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 _FACTORS = "str? name, int op, float prescale_factor, float postscale_factor, int process_set"
@@ -126,7 +126,7 @@ def _allreduce_again(
     postscale_factor: float,
     process_set: int,
 ) -> bool:
-    """Reduce a copy of a tensor the shortest way, if one like it went before under this name."""
+    """Reduce a copy of a tensor the shortest way, if one like it had this name before."""
     if len(tensors) != 1 or name not in runtime.prepared:
         return False
     if tensors[0].is_cpu and tensors[0].nbytes > SMALL:
@@ -145,7 +145,7 @@ def _allreduce_in_place_again(
     postscale_factor: float,
     process_set: int,
 ) -> bool:
-    """Reduce a tensor in place the shortest way, if one like it went before under this name."""
+    """Reduce a tensor in place the shortest way, if one like it had this name before."""
     prepared = runtime.prepared.get(name)
     if prepared is None or prescale_factor != 1.0 or len(tensors) != 1:
         return False
@@ -296,7 +296,7 @@ def _not_an_alias(result: Tensor, source: Tensor) -> Tensor:
 
 
 def _nothing(*arguments: object) -> None:
-    """Results go into tensors that the caller has made."""
+    """Make nothing: results go into tensors that the caller has made."""
 
 
 def _fake_allgather_rows(
@@ -338,8 +338,8 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "barrier": (_barrier, _nothing),
 }
 
-# A CUDA graph of the compiler's (mode="reduce-overhead") must not record a collective, with which
-# ranks agree before they begin. torch 2.9 and newer then cut their graphs there.
+# A CUDA graph of the compiler's (mode="reduce-overhead") must not record a collective, because the
+# ranks agree before each. With this tag torch 2.9 and newer end their CUDA graphs before it.
 _unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
 for _schema in _SCHEMAS:
     _library.define(_schema, tags=() if _unsafe is None else (_unsafe,))

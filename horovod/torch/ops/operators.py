@@ -113,7 +113,7 @@ def broadcast_(tensor: Tensor, root_rank: int, name: str | None, process_set: Pr
 def alltoall(
     tensor: Tensor, splits: Tensor | None, name: str | None, process_set: ProcessSet
 ) -> tuple[Tensor, Tensor]:
-    """Exchange rows; returns those received, and how many came from each rank."""
+    """Exchange rows; return those received, and how many came from each rank."""
     number = _number(process_set)
     ranks = runtime.group(number).size
     rows = torch.ops.horovod.alltoall_rows(tensor, splits, _order, ranks, rows_name(name), number)
@@ -126,7 +126,7 @@ def alltoall(
 def alltoall_gradient(
     gradient: Tensor, received: Tensor, rows: int, name: str | None, process_set: ProcessSet
 ) -> Tensor:
-    """Send the gradient of what was received back; returns that of the `rows` of the input."""
+    """Send the gradient of received rows back; return the gradient of the input's `rows`."""
     returned = gradient.new_empty((rows, *gradient.shape[1:]))
     number = _number(process_set)
     torch.ops.horovod.alltoall_gradient(gradient, received, returned, _order, name, number)
@@ -156,12 +156,12 @@ def reducescatter(
 
 @_traced
 def barrier(process_set: ProcessSet) -> None:
-    """Wait until every rank of the set has come here."""
+    """Wait until every rank of the set has called this."""
     torch.ops.horovod.barrier(_order, _number(process_set))
 
 
 def _number(process_set: ProcessSet) -> int:
-    """Return the id of a set. The graph has it, and not the object."""
+    """Return the id of a set, which the graph has in place of the object."""
     number = process_set.process_set_id
     if number is None:
         raise unregistered(process_set)
@@ -175,5 +175,5 @@ def _total(rows: Tensor) -> int:
 
 
 def _like(tensor: Tensor) -> Tensor:
-    """Return a new tensor for what the engine makes of this one: it is contiguous."""
+    """Return a new, contiguous tensor, for what the engine makes of this one."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format, requires_grad=False)

@@ -41,14 +41,14 @@ def reducescatter(
     """Reduce a tensor over all ranks and keep this rank's rows. Differentiable.
 
     Args:
-        tensor: Of at least one dimension, of the same shape and type on all ranks. Where the rows
-            cannot be divided equally, the first ranks get one more.
-        name: Ranks match operations by name; left out, by the order of their calls.
-        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        tensor: Tensor of at least one dimension, of the same shape and type on all ranks. Where the
+            rows cannot be divided equally, the first ranks get one more.
+        name: Ranks match operations by name, or by the order of their calls if it is left out.
+        compression: Compressor of what is sent, such as `Compression.fp16`.
         op: `Average` or `Sum`.
         process_set: The ranks that take part.
-        prescale_factor: Multiplies tensors before the reduction.
-        postscale_factor: Multiplies the result.
+        prescale_factor: Factor of the tensors before the reduction.
+        postscale_factor: Factor of the result.
 
     Raises:
         ValueError: This rank passed a wrong argument; nothing was sent.
@@ -76,7 +76,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start a reducescatter of `tensor`; returns a handle for `poll` and `synchronize`.
+    """Start a reducescatter of `tensor`; return a handle for `poll` and `synchronize`.
 
     `name`, `op`, `process_set`, `prescale_factor` and `postscale_factor` are those of
     `reducescatter`.
@@ -98,13 +98,13 @@ def grouped_reducescatter(
     """Reduce and scatter several tensors as one operation. Differentiable.
 
     Args:
-        tensors: Each as `reducescatter` takes it, all of one device.
-        name: Ranks match operations by name; left out, by the order of their calls.
-        compression: What travels in place of a tensor, such as `Compression.fp16`.
+        tensors: Tensors such as `reducescatter` takes, all on one device.
+        name: Ranks match operations by name, or by the order of their calls if it is left out.
+        compression: Compressor of what is sent, such as `Compression.fp16`.
         op: `Average` or `Sum`.
         process_set: The ranks that take part.
-        prescale_factor: Multiplies tensors before the reduction.
-        postscale_factor: Multiplies the result.
+        prescale_factor: Factor of the tensors before the reduction.
+        postscale_factor: Factor of the result.
 
     Returns:
         This rank's rows of each, in the order of `tensors`.
@@ -135,7 +135,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Start reducing and scattering `tensors` as one operation; returns one handle.
+    """Start reducing and scattering `tensors` as one operation; return one handle.
 
     `name`, `op`, `process_set`, `prescale_factor` and `postscale_factor` are those of
     `grouped_reducescatter`.
@@ -165,7 +165,7 @@ class HorovodReducescatter(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], tensor: Tensor, *arguments: Any) -> Any:
-        """Scatter the rows of a batch, which is then no longer the first dimension."""
+        """Scatter the rows of a batch, whose dimension is moved behind that of the rows."""
         moved = tensor.movedim(in_dims[0], 1)
         return HorovodReducescatter.apply(moved, *arguments), 1  # type: ignore[no-untyped-call]
 
@@ -204,7 +204,7 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        """Scatter the rows of batches, which are then no longer the first dimension."""
+        """Scatter the rows of batches, whose dimensions are moved behind those of the rows."""
         arguments, tensors = inputs[:5], inputs[5:]
         moved = [t.movedim(dim, 1) for t, dim in zip(tensors, in_dims[5:], strict=True)]
         scattered = HorovodGroupedReducescatter.apply(*arguments, *moved)  # type: ignore[no-untyped-call]
@@ -230,7 +230,7 @@ def _scatter(
 def _gradient_factor(
     op: ReduceOp, process_set: ProcessSet, prescale_factor: float, postscale_factor: float
 ) -> float:
-    """Upstream's convention: a Sum counts once for every rank of the set."""
+    """Return the gradient's factor; as upstream has it, a Sum counts once for every rank."""
     factor = prescale_factor * postscale_factor
     return factor * set_size(process_set) if op == Sum else factor
 
@@ -243,7 +243,7 @@ def _start(
     background: bool = True,
 ) -> Request:
     """Enqueue a reducescatter of a group; without `background` the caller waits at once."""
-    check_scattered(reduction.op)  # before the tensors, for which it may not even be defined
+    check_scattered(reduction.op)  # first, as the tensors may not even know the operator
     sources = reduction_inputs(tensors, reduction)
     collective = Collective(Kind.REDUCESCATTER, name, set_id(process_set), reduction)
     return runtime.submit(collective, sources, background=background)

@@ -3,8 +3,8 @@
 Compiled code calls an operator through the dispatcher, which turns every argument into a value of
 C++ and back before it comes to our kernel. That takes 8 microseconds, and several times as many
 where other programs have used the core's caches while the ranks waited for each other: more than
-all else that a repeated small allreduce does. `operator_kernels` lets the operators for these skip
-it, where it could do nothing else than call the kernel.
+all else that a repeated small allreduce does. `operator_kernels` lets the operators for small
+allreduces skip the dispatcher where it could do nothing but call the kernel.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def shorten(operator: Any, repeat: Callable[..., bool]) -> None:
 
     Args:
         operator: The overload. Its first argument, ``tensors``, is a list of tensors.
-        repeat: Called with the same arguments if nobody else is interested in the call: the list
-            has one ordinary tensor, which needs no gradient, and no mode or transform of torch is
-            active. If it returns False, it must have done nothing that the operator does not do
-            again; the operator is then called as ever.
+        repeat: Function that is called with the same arguments if nobody else is interested in the
+            call: the list has one ordinary tensor, which needs no gradient, and no mode or
+            transform of torch is active. If it returns False, it must have done nothing that the
+            operator does not do again; the operator is then called as ever.
     """
     dispatch = operator._op
 

@@ -30,7 +30,7 @@ def sparse_allreduce_async(
 
     Args:
         tensor: A sparse COO tensor; its number of entries may differ between ranks.
-        name: Ranks match operations by name; left out, by the order of their calls.
+        name: Ranks match operations by name, or by the order of their calls if it is left out.
         op: `Average` divides by the number of ranks; every other operator adds.
         process_set: The ranks that take part.
 
@@ -48,7 +48,7 @@ def sparse_allreduce_async(
         (None, None) if name is None else (f"{name}.indices", f"{name}.values")
     )
     num_ranks = set_size(process_set)
-    # Number of entries first, because ranks may have different numbers of them.
+    # The number of entries becomes the first dimension, because ranks may differ in it.
     indices = tensor._indices().t()
     values = movement_input(tensor._values())
     indices_request = start_allgather([indices], indices_name, process_set)
@@ -68,7 +68,7 @@ def sparse_allreduce_async(
 def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return a sparse tensor of indices that are known to be right.
 
-    Not by `torch.sparse_coo_tensor`: torch 2.11 warns there, even if told not to check them.
+    `torch.sparse_coo_tensor` of torch 2.11 would warn, even if told not to check them.
     """
     made: torch.Tensor = torch.ops.aten._sparse_coo_tensor_unsafe(indices, values, shape)
     return made

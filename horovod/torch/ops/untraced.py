@@ -1,7 +1,7 @@
-"""What torch.compile must not look into.
+"""Marks for functions that torch.compile must not look into.
 
-`untraced` and `calls_traced` mark parts of the optimizers. `breaks_graph` marks what users call and
-what is never a part of a graph: asynchronous collectives, `join`, objects.
+`untraced` and `calls_traced` mark parts of the optimizers. `breaks_graph` marks functions that
+users call and that are never a part of a graph: asynchronous collectives, `join`, objects.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _TAKES_REASONS = "reason" in inspect.signature(torch.compiler.disable).parameter
 def untraced(function: F) -> F:
     """Let compiled code call the function as it is; what it calls is not compiled either.
 
-    For what talks to other ranks. The mark loads the compiler, so it is not for modules that every
-    program imports.
+    This is for functions that talk to other ranks. It loads the compiler, so modules that every
+    program imports do without.
     """
     marked = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return cast("F", marked)
@@ -36,8 +36,8 @@ def untraced(function: F) -> F:
 def calls_traced(function: F) -> F:
     """Let compiled code call the function as it is; what it calls is compiled unless marked.
 
-    For what calls both untraced functions and torch's own. If the compiler looked into it, each
-    call that ends a graph would do so once in the caller and once more in the function.
+    This is for functions that call both untraced functions and torch's own. If the compiler looked
+    into one, each call that ends a graph would do so in the caller and once more in the function.
     """
     marked = torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call]
     return cast("F", marked)
@@ -47,8 +47,8 @@ def breaks_graph(instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let compiled code leave its graph for a function, as `untraced` does, but load no compiler.
 
     Args:
-        instead: What the user should do where the graph may not be left (`fullgraph=True`). The
-            error says it after the name of the function.
+        instead: Advice for users who may not leave the graph (`fullgraph=True`). The error says it
+            after the name of the function.
 
     Returns:
         A decorator for a function of `hvd`.
@@ -95,7 +95,7 @@ def _leave_graph(reason: str) -> None:
 
 
 def _disabled(function: Callable[P, R], reason: str) -> Callable[P, R]:
-    """Return the function as torch.compile leaves it alone."""
+    """Return the function with torch's own mark, by which torch.compile leaves it alone."""
     disable: Any = torch.compiler.disable
     marked = disable(function, reason=reason) if _TAKES_REASONS else disable(function)
     return cast("Callable[P, R]", marked)

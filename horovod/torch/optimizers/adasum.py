@@ -22,23 +22,23 @@ from horovod.torch.optimizers.wrapping import notify_scheduler
 
 
 class AdasumOptimizer(ReducingOptimizer):
-    """Adds to the optimizer's own class what combines steps; the new class derives from both."""
+    """Combines steps by Adasum; the new class derives from this and the optimizer's own class."""
 
     def _make_reducer(self, named: list[Named], groups: list[list[Named]] | None) -> Reducer:
-        return Reducer()  # gradients stay, until `step` makes something of them
+        return Reducer()  # gradients stay this rank's own until `step`
 
     def skip_synchronize(self) -> NoReturn:
         raise AssertionError("op=Adasum combines steps inside step(): it cannot be skipped")
 
     def _share_found(self, found: dict[torch.device, torch.Tensor]) -> Any:
-        """torch.amp.GradScaler's finding, which must be everybody's or some would not step."""
+        """Share torch.amp.GradScaler's finding: without it, some ranks would skip the step."""
         for tensor in found.values():
             allreduce_(tensor, name="AdasumOptimizer.found", op=Max)
         return found
 
     @untraced
     def step(self, closure: Any = None) -> Any:
-        """Step locally, then replace the step by the Adasum of everybody's."""
+        """Step locally, then replace the step by the Adasum of all ranks' steps."""
         notify_scheduler(self)
         loss = None
         if closure is not None:

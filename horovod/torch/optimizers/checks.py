@@ -25,7 +25,7 @@ from horovod.torch.ops.objects import allgather_object
 from horovod.torch.optimizers.local_steps import check_local_steps
 from horovod.torch.optimizers.options import TorchOptions, check_combinations, check_values
 
-# These are each rank's own business, or compared in another form.
+# These may differ between ranks, or are compared in another form.
 _NOT_COMPARED = (
     *("named_parameters", "groups", "process_set", "backward_passes_per_step"),
     "schedule",
@@ -35,7 +35,7 @@ _NOT_COMPARED = (
 def takes_part(process_set: Any) -> bool:
     """Return whether there is anybody to reduce gradients with.
 
-    An unregistered set is an error here and now: who else is in it, and could be told, is unknown.
+    An unregistered set raises at once: its other ranks, who could be told, are not known.
     """
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"process_set must be a hvd.ProcessSet, not {process_set!r}")
@@ -53,8 +53,8 @@ def check_options(
 
     Args:
         optimizer: The optimizer that is wrapped.
-        options: What its user has asked for.
-        problem: What this rank has found wrong before.
+        options: The options that its user has chosen.
+        problem: A problem that this rank has found before, if any.
         agree: Whether every rank raises if a rank has a problem or the ranks differ. False checks
             this rank alone.
 
@@ -91,7 +91,7 @@ def check_options(
 
 
 def _comparable(value: Any) -> Any:
-    """Something that is equal on two ranks if they were given the same setting."""
+    """Return something that is equal on two ranks if they were given the same setting."""
     if isinstance(value, type):
         return value.__qualname__
     if value is None or isinstance(value, (bool, int, float, str, CommunicationHook)):
@@ -136,7 +136,7 @@ def _named(named: Any, groups: list[dict[str, Any]]) -> list[Named]:
 
 
 def _grouped(groups: Any, named: list[Named]) -> list[list[Named]] | None:
-    """`groups` as lists of named parameters; those not listed are groups of their own."""
+    """Return `groups` as lists of named parameters; those not listed are groups of their own."""
     if groups is None:
         return None
     if isinstance(groups, int):
@@ -173,7 +173,7 @@ def _check_alike(
         return
     everyone = allgather_object(mine, collective, process_set=process_set)
     if problem is not None:
-        return  # it is raised
+        return  # our caller raises it
     ranks = process_set.ranks or list(range(len(everyone)))
     for rank, (theirs, _, _) in zip(ranks, everyone, strict=True):
         if theirs is not None:

@@ -1,7 +1,7 @@
 """Updates that are made when they are needed, not in `step()`: one for each bucket of gradients.
 
 The optimizer (`horovod.torch.optimizers.delaying`) begins them when the reductions have been
-started; `horovod.torch.optimizers.pending` notices who needs a parameter.
+started; `horovod.torch.optimizers.pending` notices that a parameter is needed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ StepOn = Callable[[Sequence[Options], set[Parameter]], None]  # updates these pa
 
 logger = get_logger(__name__)
 
-_LOOK_SECONDS = 1.0  # between looks whether this is still the process that trains
+_LOOK_SECONDS = 1.0  # between looks whether this process was forked from the one that trains
 
 
 class Update:
-    """One bucket's parameters and their gradients, which nobody sees meanwhile."""
+    """One bucket's parameters and their gradients, which are hidden from the program meanwhile."""
 
     def __init__(self, bucket: Bucket | DeviceBucket) -> None:
         self.bucket = bucket
@@ -39,7 +39,7 @@ class Update:
 class StreamOfStep:
     """The stream of a device that was current in `step()`: updates are made there.
 
-    Programs let their other streams wait for that one where they need what a step has made.
+    Programs let their other streams wait for that one before they use what a step has made.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class StreamOfStep:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Make it the current one; whatever is current otherwise waits for what is done in it."""
+        """Make it current in the block; the stream that was current then waits for its work."""
         current = None if self._stream is None else self._module.current_stream(self.device)
         if current is None or current == self._stream:
             yield
@@ -66,16 +66,16 @@ class DelayedUpdates:
         self._step_on = step_on
         self._options: list[Options] = []
         self._updates: dict[Parameter, Update] = {}
-        self._stream: StreamOfStep | None = None  # on a device: where the step was made
+        self._stream: StreamOfStep | None = None  # the stream of a step on a device
         self._process = os.getpid()  # a forked one has no thread that reduces
 
     def begin(
         self, buckets: Iterable[Bucket | DeviceBucket], groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Reductions of these buckets are under way: update the parameters when they are needed.
+        """Delay the updates of buckets, whose reductions are under way, until they are needed.
 
-        Those that backward has hidden entirely are updated at once. The options of the groups are
-        those of now, whatever a scheduler makes of them next.
+        Buckets that are reduced already are updated at once. Updates use the options that the
+        groups have now, whatever a scheduler makes of them next.
         """
         with pending.lock:
             self._options = [_options(group) for group in groups]
@@ -99,7 +99,7 @@ class DelayedUpdates:
                 self._make(list(dict.fromkeys([*needed, *self._reduced()])))
 
     def clear_gradients(self) -> None:
-        """Leave no gradients behind: the program does not want to see them any more."""
+        """Let updates leave no gradients behind, because the program has cleared them."""
         with pending.lock:
             for update in self._updates.values():
                 update.cleared = True
@@ -113,7 +113,7 @@ class DelayedUpdates:
                 update.bucket.settle()
 
     def _reduced(self) -> list[Update]:
-        """Return those for which nobody would have to wait."""
+        """Return the updates for which nobody would have to wait."""
         updates = dict.fromkeys(self._updates.values())
         return [update for update in updates if update.bucket.is_reduced()]
 
@@ -130,7 +130,7 @@ class DelayedUpdates:
                     logger.warning("the last step is incomplete: not all parameters were updated")
                     self.abandon()
                     raise failure
-            # What a forward pass may have switched on is off: new state must be ordinary.
+            # A forward pass may have these on, but new state must be made of ordinary tensors.
             kind = "cpu" if self._stream is None else self._stream.device.type
             with torch.inference_mode(False), torch.autocast(kind, enabled=False):
                 params = {param for update in updates for param, _ in update.gradients}
@@ -141,9 +141,9 @@ class DelayedUpdates:
                         param.grad = None
 
     def _let_arrive(self, update: Update) -> None:
-        """Wait beside the engine's thread, which goes on with the next bucket meanwhile.
+        """Wait for a bucket while the engine's thread goes on with the next one.
 
-        For a bucket on a device it is the device that waits, and not the host.
+        For a bucket on a device it is the device that waits, in `settle`, and not the host.
         """
         if isinstance(update.bucket, Bucket):
             for request in update.bucket.requests:
@@ -151,7 +151,7 @@ class DelayedUpdates:
                     request.wait_beside(_LOOK_SECONDS)
 
     def _take_back(self, update: Update) -> None:
-        """Make its parameters ordinary ones, which have their gradients."""
+        """Make the update's parameters ordinary ones again, with their gradients."""
         for param, gradient in update.gradients:
             pending.unmark(param)
             param.grad = gradient

@@ -1,8 +1,8 @@
 """The optimizer for overlap_forward=model: parameters are updated as the next forward needs them.
 
-`step()` sees to it that all gradients are being reduced, and returns. Each bucket's parameters are
-updated when somebody is about to use one of them, usually a layer of the next forward, so that
-what backward could not hide of the network's time, the next forward hides.
+`step()` starts the reduction of all gradients, and returns. Each bucket's parameters are updated
+when somebody is about to use one of them, usually a layer of the next forward. So the next forward
+hides the time of the network that backward could not hide.
 
 Everybody sees what an ordinary step would have left: parameters and gradients (see
 `horovod.torch.optimizers.pending`), optimizer state, options of the groups as they were in
@@ -33,7 +33,7 @@ Parameter = torch.nn.Parameter
 
 
 class DelayingOptimizer(ReducingOptimizer):
-    """Adds to the optimizer's own class what updates parameters when they are next used."""
+    """Delays updates until parameters are used; the new class derives from this and the user's."""
 
     _delays = True
     _updates: DelayedUpdates | None = None
@@ -89,7 +89,7 @@ class DelayingOptimizer(ReducingOptimizer):
 
     @torch.optim.Optimizer.profile_hook_step
     def _begin(self) -> None:
-        """A step as its hooks see it."""
+        """Begin a step, which to its hooks looks like an ordinary one."""
         reducer, updates = self._reducer, self._updates
         assert isinstance(reducer, GradientReducer)
         assert updates is not None
@@ -104,13 +104,13 @@ class DelayingOptimizer(ReducingOptimizer):
         updates.finish(at_once)
 
     def _step_on(self, options: Sequence[Options], params: set[Parameter]) -> None:
-        """The wrapped optimizer's step, on some of the parameters."""
+        """Take the wrapped optimizer's step on some of the parameters."""
         groups = self.param_groups
         used = [
             {**own, "params": [param for param in group["params"] if param in params]}
             for own, group in zip(options, groups, strict=True)
         ]
-        updates, self._updates = self._updates, None  # its own look at the state is no reason
+        updates, self._updates = self._updates, None  # or its look at `state` would finish them
         self.param_groups = [group for group in used if group["params"]]
         try:
             step_of(type(self).__bases__[1])(self)
@@ -118,7 +118,7 @@ class DelayingOptimizer(ReducingOptimizer):
             self._updates = updates
             self.param_groups = groups
         for group, own, after in zip(groups, options, used, strict=True):
-            # Some optimizers keep things of their own there.
+            # Some optimizers keep things of their own in their groups.
             changed = {key: v for key, v in after.items() if v is not own.get(key, group)}
             group.update({key: v for key, v in changed.items() if key != "params"})
 
@@ -163,7 +163,7 @@ class DelayingOptimizer(ReducingOptimizer):
             self._updates.clear_gradients()
         groups = self.param_groups
         params = itertools.chain.from_iterable(group["params"] for group in groups)
-        # To look at the others' gradients would be to wait for them.
+        # To look at the gradients of pending parameters would be to wait for them.
         self.param_groups = [{"params": [param for param in params if not is_pending(param)]}]
         try:
             super().zero_grad(set_to_none=set_to_none)

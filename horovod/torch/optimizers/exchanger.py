@@ -39,7 +39,7 @@ class Exchanger:
         self._hook = hook
 
     def require_all(self, name: str, background: bool) -> Wait:
-        """Begin to make sure that no rank has joined, for nobody can stand in for it."""
+        """Begin to check that no rank has joined; return a function that waits and raises."""
         number = set_id(self._process_set)
         collective = Collective(Kind.REQUIRE_ALL, name, number, reason=_ALL_MUST_STEP)
         return runtime.submit(collective, background=background).wait
@@ -50,7 +50,7 @@ class Exchanger:
         Without `background` the caller waits at once.
 
         Returns:
-            What waits until the average is there.
+            A function that waits until the average is there.
         """
         wire = wire_type_of(self._compression, flat)
         hook = self._hook
@@ -78,7 +78,7 @@ class Exchanger:
         background: bool,
         wire: torch.dtype | None = None,
     ) -> Wait:
-        """Begin to average tensors of one device in place, which travel between hosts as `wire`."""
+        """Begin to average tensors of one device in place, sent between hosts as `wire`."""
         reduction = Reduction(Average, wire=wire)
         collective = Collective(Kind.ALLREDUCE, name, set_id(self._process_set), reduction)
         return runtime.submit(collective, tensors, tensors, background=background).wait

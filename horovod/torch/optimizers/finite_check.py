@@ -1,8 +1,8 @@
 """Finding the rank and the parameters whose gradients are not finite (HOROVOD_CHECK_NAN).
 
 After the reduction every rank has the NaN, and nobody knows where it came from. So each gradient
-is looked at while it still is the rank's own, and before the step the ranks exchange one flag;
-which rank and which parameters is exchanged only if it is set. Used by DistributedOptimizer.
+is looked at while it still is the rank's own, and before the step the ranks exchange one flag. Only
+if it is set they exchange which rank and which parameters. Used by DistributedOptimizer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from horovod.common.reduce_op import Max
 from horovod.engine.runtime import runtime
 from horovod.torch.ops.allreduce import allreduce_
 
-MOST_NAMES = 6  # of each rank in an error
+MOST_NAMES = 6  # of each rank's parameters in an error
 
 
 class FiniteCheck:
@@ -26,11 +26,11 @@ class FiniteCheck:
         self, names: Mapping[torch.nn.Parameter, str], together: ProcessSet | None
     ) -> None:
         self._names = names
-        self._together = together  # who exchanges findings; None: this rank is on its own
+        self._together = together  # the ranks that exchange findings; None: only this one
         self._finite: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def look(self, param: torch.nn.Parameter) -> None:
-        """The gradient of `param` is complete and still this rank's own."""
+        """Check the gradient of `param`, which is complete and still this rank's own."""
         if param.grad is None:
             return
         values = param.grad.detach()
@@ -42,7 +42,7 @@ class FiniteCheck:
         self._finite[param] = values.sum(dtype=wide).isfinite()
 
     def look_at_rest(self) -> None:
-        """All gradients are complete; those not seen yet have not been reduced yet."""
+        """Check the gradients not seen yet, which are complete now and not reduced yet."""
         for param in self._names:
             if param not in self._finite and param.requires_grad:
                 self.look(param)
@@ -52,7 +52,7 @@ class FiniteCheck:
         self._finite.clear()
 
     def raise_if_found(self) -> None:
-        """FloatingPointError on every rank if one has found something. Collective."""
+        """Raise FloatingPointError on every rank if one has found something. Collective."""
         bad = self._bad_params()
         self.forget()
         flags = [param in bad for param in self._names]
@@ -84,7 +84,7 @@ class FiniteCheck:
 
 
 def _exchanged(flags: Sequence[bool], together: ProcessSet) -> dict[int, list[bool]]:
-    """The flags of the ranks; nothing if nobody has set one. Works while a rank has joined."""
+    """Return all ranks' flags, or nothing if none is set. Works while a rank has joined."""
     ranks, own_rank = together.ranks, together.rank()
     assert ranks is not None
     assert own_rank is not None

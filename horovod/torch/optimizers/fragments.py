@@ -19,7 +19,7 @@ from horovod.torch.ops.broadcast import broadcast_
 from horovod.torch.optimizers.exchanger import Exchanger, Wait
 
 Tensor = torch.Tensor
-Content = dict[str, Any]  # of a fragment, in a checkpoint
+Content = dict[str, Any]  # what a checkpoint has of a fragment
 
 
 class Piece:
@@ -35,15 +35,15 @@ class Piece:
         self._dtype = dtype
 
     def flat(self) -> Tensor:
-        """A copy of the parameters of this rank."""
+        """Return a copy of this rank's parameters, end to end."""
         return torch.cat([param.detach().reshape(-1).to(self._dtype) for _, param in self.members])
 
     def zeros(self) -> Tensor:
-        """Zeros in the place of the parameters."""
+        """Return a flat tensor of zeros for all parameters."""
         return torch.zeros_like(self.flat())
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a flat tensor that belong to the parameters, in their shapes."""
+        """Return the parts of a flat tensor that belong to the parameters, in their shapes."""
         sizes = [param.numel() for _, param in self.members]
         return [
             part.view(param.shape)
@@ -51,7 +51,7 @@ class Piece:
         ]
 
     def outer_gradient(self) -> Tensor:
-        """How far this rank has moved from the anchor, with its sign turned round."""
+        """Return how far this rank has moved from the anchor, with its sign turned round."""
         assert self.anchor is not None
         flat = self.flat()
         return torch.sub(self.anchor, flat, out=flat)
@@ -65,7 +65,7 @@ class Piece:
         self.write_parameters(local_share)
 
     def write_parameters(self, local_share: float = 0.0) -> None:
-        """Bring the parameters to the anchor."""
+        """Write the anchor into the parameters, which keep `local_share` of their own values."""
         assert self.anchor is not None
         for part, (_, param) in zip(self.parts(self.anchor), self.members, strict=True):
             mix(param.detach(), part, local_share)
@@ -77,7 +77,7 @@ class Fragment:
     def __init__(self, number: int, members: Sequence[Named], start_at: int) -> None:
         self.number = number
         self.start_at = start_at  # the local step after which it is next sent
-        self.apply_at: int | None = None  # the local step after which what was sent is applied
+        self.apply_at: int | None = None  # the local step after which the result is applied
         self.num_syncs = 0
         by_kind: dict[tuple[torch.device, torch.dtype], list[Named]] = {}
         for name, param in members:
@@ -85,8 +85,8 @@ class Fragment:
             by_kind.setdefault((param.device, dtype), []).append((name, param))
         self.pieces = [Piece(group, dtype) for (_, dtype), group in by_kind.items()]
         self._is_complete = True  # false while the anchor of an added parameter is this rank's own
-        self._gradients: list[Tensor] = []  # on their way, or there
-        self._others: list[tuple[Tensor, Tensor]] = []  # whose average it will be, and that average
+        self._gradients: list[Tensor] = []  # outer gradients, under way or arrived
+        self._others: list[tuple[Tensor, Tensor]] = []  # each tensor, and what will be its average
         self._waits: list[Wait] = []
 
     @property
@@ -96,11 +96,11 @@ class Fragment:
 
     @property
     def has_anchor(self) -> bool:
-        """Whether it is known where all ranks were after the last synchronisation."""
+        """Whether this rank knows where all ranks were after the last synchronisation."""
         return self._is_complete and all(piece.anchor is not None for piece in self.pieces)
 
     def take_anchor(self, root_rank: int | None, name: str, process_set: ProcessSet) -> None:
-        """Make the parameters of `root_rank` the anchor of all ranks; None: there is only one."""
+        """Make the parameters of `root_rank` the anchor of all ranks; None if there is only one."""
         for index, piece in enumerate(self.pieces):
             if piece.anchor is None:
                 piece.anchor = piece.flat()
@@ -131,7 +131,7 @@ class Fragment:
         self.apply_at = self.start_at + delay
 
     def wait(self) -> None:
-        """Return once what was sent is there."""
+        """Wait until what the ranks have sent has arrived."""
         while self._waits:
             self._waits[0]()
             del self._waits[0]
@@ -147,7 +147,7 @@ class Fragment:
         self.num_syncs += 1
 
     def abandon(self) -> None:
-        """Give up what is under way: it is sent again with the next step."""
+        """Give up an exchange that is under way: it begins again with the next step."""
         if self.apply_at is not None:
             self._forget()
 
@@ -157,7 +157,7 @@ class Fragment:
     # -- in checkpoints --------------------------------------------------------------------
 
     def content(self) -> Content:
-        """All that is needed to go on as if nothing had happened. Waits for what is under way."""
+        """Return all that a checkpoint needs to go on exactly. Waits for what is under way."""
         self.wait()
         return {
             "start_at": self.start_at,
@@ -207,7 +207,7 @@ def mix(tensor: Tensor, shared: Tensor, local_share: float) -> None:
 
 
 def make_fragments(named: list[Named], schedule: LocalSchedule) -> list[Fragment]:
-    """The fragments of a model, whose turns are spread over the local steps."""
+    """Return the fragments of a model, whose turns are spread over the local steps."""
     names, sizes = [name for name, _ in named], [param.numel() for _, param in named]
     return [
         Fragment(number, [named[index] for index in indices], schedule.first_turn(number))
@@ -222,7 +222,7 @@ def take_turns(
     start: Callable[[Fragment, int], None],
     apply: Callable[[Fragment], None],
 ) -> None:
-    """Do what is due after the local step `now`: `start` and `apply` do it for a fragment."""
+    """Call `start` and `apply` for the fragments for which they are due after local step `now`."""
     for fragment in fragments:
         if fragment.apply_at is not None and now >= fragment.apply_at:
             apply(fragment)
@@ -238,7 +238,7 @@ def load_fragments(
     contents: Sequence[Content],
     others: Callable[[Fragment], Sequence[Tensor]],
 ) -> None:
-    """Let fragments go on from the contents of as many; `others` as in `Fragment.load`."""
+    """Let fragments go on from as many contents; `others` returns what `Fragment.load` takes."""
     if len(contents) != len(fragments):
         raise ValueError(
             f"the state that is loaded is of an optimizer with fragments={len(contents)}, and "
@@ -255,7 +255,7 @@ def load_fragments(
 def _assembled(
     piece: Piece, parts: dict[str, Tensor], fresh: Callable[[], Tensor]
 ) -> Tensor | None:
-    """One flat tensor of the parts by name, `fresh` where one is missing; None if all are."""
+    """Return `parts` in one flat tensor, `fresh` where one is missing; None if all are missing."""
     if not any(name in parts for name, _ in piece.members):
         return None
     flat = fresh()
@@ -272,7 +272,7 @@ def _assembled(
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors that one allreduce can take together, each time."""
+    """Return the tensors in lists, each of which one allreduce can take."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -14,7 +14,7 @@ import torch
 
 
 def reduce_before_unscaling() -> None:
-    """Teach it to scalers, once."""
+    """Make torch.amp.GradScaler reduce gradients before it looks at them; once is enough."""
     scaler: Any = torch.amp.GradScaler
     unscale = scaler._unscale_grads_
     if getattr(unscale, "reduces_first", False):

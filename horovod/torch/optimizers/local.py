@@ -7,8 +7,8 @@ a part is updated some steps after it was sent, so that it travels beside traini
 DiLoCo). Ordinary steps, in which gradients are averaged, may come first (`warmup_steps`), and may
 go on inside of clusters (`within`).
 
-All ranks must take equally many steps. Where the ranks were after the last synchronisation, their
-*anchor*, is bitwise the same on all of them; without `delay` so are the parameters then.
+All ranks must take equally many steps. The *anchor*, the parameters after the last synchronisation,
+is bitwise the same on all ranks; without `delay` so are the parameters at that time.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from horovod.torch.optimizers.local_steps import set_of_this_host
 from horovod.torch.optimizers.options import TorchOptions
 from horovod.torch.optimizers.reducing import ReducingOptimizer
 
-_KEY = "local_steps"  # of what is ours in a state_dict
+_KEY = "local_steps"  # under which a state_dict has what is ours
 
-_num_named = 0  # optimizers of this process that have got a number: those below are taken
+_num_named = 0  # the next optimizer's number: smaller ones are taken
 
 
 class LocalStepsOptimizer(ReducingOptimizer):
-    """What the new class adds to the optimizer's own, from which it derives too."""
+    """Takes local steps; the new class derives from this and the optimizer's own class."""
 
     _kept = (*ReducingOptimizer._kept, "_progress")
-    _progress: dict[str, Any] | None = None  # of the optimizer that this one is a copy of
+    _progress: dict[str, Any] | None = None  # in a copy: the original's progress
     _fragments: list[Fragment] = []  # noqa: RUF012 (replaced, never changed)
     _num_steps = 0  # taken so far, those of the warm-up included
 
@@ -68,7 +68,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
 
     @property
     def _is_warm(self) -> bool:
-        """Whether the steps with everybody's gradients are over."""
+        """Whether the warm-up, in which gradients are averaged over all ranks, is over."""
         return self._num_steps >= self._chosen.warmup_steps
 
     def _gradient_set(self) -> ProcessSet | None:
@@ -90,7 +90,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch need not: it hooks the base's step
 
     def _share_found(self, found: dict[torch.device, torch.Tensor]) -> Any:
-        """torch.amp.GradScaler's finding. A step that it skips on this rank alone is a step too."""
+        """Return torch.amp.GradScaler's finding; count a step that it skips on this rank alone."""
         if self._is_warm and any(bool(tensor.item()) for tensor in found.values()):
             self._begin_step()
             self._end_step()
@@ -119,7 +119,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
         take_turns(self._fragments, now, self._chosen, self._start, self._apply)
 
     def _local_position(self) -> int:
-        """The number of local steps so far."""
+        """Return the number of local steps so far."""
         return self._num_steps - self._chosen.warmup_steps
 
     def _start(self, fragment: Fragment, delay: int) -> None:
@@ -130,7 +130,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
         fragment.start_at += self._chosen.steps
 
     def _others(self, fragment: Fragment) -> list[torch.Tensor]:
-        """What is averaged beside the fragment's parameters: inner state, and buffers with one."""
+        """Return what is averaged beside the parameters: inner state, and buffers, once for all."""
         found: list[torch.Tensor] = []
         if self._chosen.average_state:
             for _, param in fragment.members:
@@ -146,10 +146,10 @@ class LocalStepsOptimizer(ReducingOptimizer):
     def synchronize_parameters(self) -> None:
         """Average the parameters of all ranks now, wherever these are in their local steps.
 
-        For the end of training, and before the model is evaluated or saved for use: afterwards all
-        ranks have the same parameters. The outer optimizer takes no step, for its momentum is that
-        of whole rounds of local steps. The count of local steps begins anew. All ranks must call
-        it together. During the warm-up it does nothing: the ranks have the same parameters then.
+        Call this at the end of training, and before the model is evaluated or saved for use:
+        afterwards all ranks have the same parameters. All ranks must call it together. The outer
+        optimizer takes no step, because its momentum is that of whole rounds of local steps. The
+        count of local steps begins anew. In the warm-up nothing happens: parameters are equal.
         """
         if not self._is_warm:
             return
@@ -176,7 +176,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
             mine = (_num_named, self._chosen.settings(), anchored)
             everyone = allgather_object(mine, "local_steps.agreement", process_set)
             ranks = process_set.ranks or list(range(set_size(process_set)))
-            # Those of elastic jobs come here unchecked.
+            # In elastic jobs nobody has compared the settings before.
             check_alike(ranks, [settings for _, settings, _ in everyone])
             number = max(theirs for theirs, _, _ in everyone)
             _num_named = number + 1
@@ -201,13 +201,13 @@ class LocalStepsOptimizer(ReducingOptimizer):
             self._load_progress(progress)
 
     def _num_syncs(self) -> int:
-        """How many synchronisations this rank's model has seen; -1: local steps have not begun."""
+        """Return how many synchronisations the model has seen; -1 before local steps have begun."""
         if not all(fragment.has_anchor for fragment in self._fragments):
             return -1
         return sum(fragment.num_syncs for fragment in self._fragments)
 
     def _schedule(self) -> tuple[int, list[int]]:
-        """The steps so far, and after which local step each fragment is sent next."""
+        """Return the steps so far, and after which local step each fragment is sent next."""
         return self._num_steps, [fragment.start_at for fragment in self._fragments]
 
     def _adopt_schedule(self, schedule: tuple[int, list[int]]) -> None:
@@ -217,7 +217,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
 
     @torch.no_grad()
     def _return_to_anchor(self) -> None:
-        """Give up this rank's local steps: begin where the ranks last were together."""
+        """Give up this rank's local steps: go back to where all ranks last were together."""
         for fragment in self._fragments:
             for piece in fragment.pieces:
                 piece.write_parameters()
@@ -238,7 +238,7 @@ class LocalStepsOptimizer(ReducingOptimizer):
             self._reattach()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer, and this rank's part in the local steps.
+        """Return the wrapped optimizer's state, and this rank's progress in the local steps.
 
         Ranks differ between synchronisations: let each save its own to go on bit for bit, or save
         one after `synchronize_parameters`.
@@ -271,5 +271,5 @@ class LocalStepsOptimizer(ReducingOptimizer):
 
 
 def _is_averaged(entry: Any) -> bool:
-    """Whether an entry of an optimizer's state is a tensor of averages, not a count of steps."""
+    """Return whether an entry of optimizer state is a tensor of averages, not a step count."""
     return isinstance(entry, torch.Tensor) and entry.dim() > 0 and entry.is_floating_point()

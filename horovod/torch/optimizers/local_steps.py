@@ -28,7 +28,7 @@ class LocalSteps(LocalSchedule):
     average_buffers: torch.nn.Module | None = None
 
     def settings(self) -> dict[str, str]:
-        """What must be equal on all ranks, by the names of the arguments."""
+        """Return what must be equal on all ranks, by the names of the arguments."""
         shown = super().settings()
         shown["average_buffers"] = str(self.average_buffers is not None)
         return shown
@@ -57,7 +57,7 @@ def check_local_steps(chosen: LocalSteps, named: list[Named], process_set: Proce
                 f"local_steps averages real numbers, and parameter {name!r} is {param.dtype}"
             )
     sizes = [param.numel() for _, param in named]
-    divide([name for name, _ in named], sizes, chosen.fragments)  # refuses more than layers
+    divide([name for name, _ in named], sizes, chosen.fragments)  # raises if there are fewer layers
 
 
 def check_within(within: Any, process_set: ProcessSet) -> None:
@@ -87,7 +87,7 @@ def check_within(within: Any, process_set: ProcessSet) -> None:
 
 
 def set_of_this_host() -> ProcessSet:
-    """The process set of the ranks on this rank's host. Collective over all ranks."""
+    """Return the process set of the ranks on this rank's host. Collective over all ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(allgather_object(host_name(), "local_steps.hosts")):
         ranks.setdefault(name, []).append(rank)

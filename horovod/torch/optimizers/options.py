@@ -152,7 +152,7 @@ def _check_delayable(optimizer: Any, options: TorchOptions, named: list[Named]) 
 
 
 def _unseen(module: torch.nn.Module) -> str | None:
-    """Return what keeps us from noticing that this module uses a parameter, if anything does."""
+    """Return why we cannot notice that this module uses a parameter, if there is a reason."""
     if isinstance(module, torch.jit.ScriptModule):
         return "a TorchScript module, which uses parameters unseen"
     if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:

@@ -1,24 +1,24 @@
 """Parameters whose update is still to be made, and noticing that somebody is about to use one.
 
-`horovod.torch.optimizers.delayed_update` marks parameters here and makes their updates. A stale
-value must not be seen by anybody, so a marked parameter is an instance of `PendingParameter` for
-the time being, as torch's own lazy modules have an `UninitializedParameter` until they know its
-shape: torch asks the class before it does anything with the tensor, in whatever way the program
-came by it (a module's attribute, a list kept since the start, the weight of a child module, another
-thread), and the class has the update made first.
+`horovod.torch.optimizers.delayed_update` marks parameters here and makes their updates. Nobody may
+see a stale value. So a marked parameter is an instance of `PendingParameter` for the time being, as
+torch's own lazy modules have an `UninitializedParameter` until they know its shape: before torch
+does anything with the tensor it asks the class, which has the update made first. It does not matter
+how the program got the tensor (a module's attribute, a list kept since the start, the weight of a
+child module, another thread).
 
-Hooks of modules alone would miss whoever uses a parameter outside of its module's forward (a kept
-list, `F.linear` with the weight of a head in a loss, `.data`, a copy), and a TorchFunctionMode sees
-one thread only and is taken off in place of the program's own by the end of a `with torch.device`
-block that began before it. Other memory in place of the parameter's, filled with NaN, would be
-noticed only where NaN is: `(param > 0).sum()` would be wrong.
+Three simpler ways fail. Hooks of modules alone would miss a use outside of the module's forward (a
+kept list, `F.linear` with the weight of a head in a loss, `.data`, a copy). A TorchFunctionMode
+sees one thread only, and the end of a `with torch.device` block that began before it takes it off
+in place of its own. Other memory in place of the parameter's, filled with NaN, is noticed only
+where NaN is: `(param > 0).sum()` would be wrong.
 
-torch does not ask about what takes tensors in C++ without its knowledge: extensions, TorchScript,
-`torch.func`. So modules have the updates of their own parameters made before they run, scripted
-ones all updates, and so have modules whose parameters somebody iterates over. For this a forward
-hook is there while a parameter is marked, and another `Module.named_parameters` while there is an
-optimizer with overlap_forward. Programs without one have torch as it is. Nor can anything be
-noticed of other tensors with a parameter's memory: see `with_aliases`.
+torch does not ask where C++ takes tensors without its knowledge: extensions, TorchScript,
+`torch.func`. So the updates of a module's own parameters are made before it runs (all updates, if
+it is scripted), and before somebody iterates over its parameters. A forward hook sees to that while
+a parameter is marked, and another `Module.named_parameters` while there is an optimizer with
+overlap_forward. Programs without one have torch as it is. Other tensors that share a parameter's
+memory go unnoticed: see `with_aliases`.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class Updates(Protocol):
     """The updates of one optimizer."""
 
     def finish(self, params: Iterable[Parameter] | None = None) -> None:
-        """Make those of these parameters that are its own, by default all, and wait for them."""
+        """Make the updates of these parameters that are its own, by default all; wait for them."""
 
     def abandon(self) -> None:
         """Wait for what is under way, and make no update."""
 
 
-_awaited: dict[Parameter, Updates] = {}  # by the parameters that are marked
+_awaited: dict[Parameter, Updates] = {}  # the updates of marked parameters
 lock = threading.RLock()  # held by the thread that marks parameters or makes updates
 _hook: Any = None  # notices modules that run, while anything is awaited
-_users: weakref.WeakSet[Any] = weakref.WeakSet()  # those for whom iteration is watched
-_replacement: Any = None  # of Module.named_parameters, while there are any
+_users: weakref.WeakSet[Any] = weakref.WeakSet()  # objects for which iteration is watched
+_replacement: Any = None  # stands for Module.named_parameters while there are users
 _once_at_exit = functools.cache(atexit.register)
 
 
@@ -69,7 +69,7 @@ class PendingParameter(Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         found = [value for value in (*args, *kwargs.values()) if type(value) is PendingParameter]
-        _eager_finish()(found or None)  # none: in a list or another object, where we do not look
+        _eager_finish()(found or None)  # none found: it is inside another object: finish all
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -83,12 +83,12 @@ def mark(param: Parameter, updates: Updates) -> None:
     if _hook is None:
         _hook = torch.nn.modules.module.register_module_forward_pre_hook(_before_forward)
     _awaited[param] = updates
-    if type(param) is Parameter:  # a class of the user's own may have a reason
+    if type(param) is Parameter:  # a class of the user's own stays
         param.__class__ = PendingParameter
 
 
 def unmark(param: Parameter) -> None:
-    """Make it an ordinary parameter again."""
+    """Make the parameter an ordinary one again."""
     global _hook
     if is_pending(param):
         param.__class__ = Parameter
@@ -103,16 +103,16 @@ def is_pending(param: Any) -> bool:
 
 
 def with_aliases(params: Sequence[Parameter]) -> list[Parameter]:
-    """Return those whose memory other tensors use too, which can be read without our noticing.
+    """Return the parameters whose memory other tensors use too, which are read unnoticed.
 
-    Such as a kept state_dict, `param.detach()`, or an array of NumPy's. A torch that cannot count
-    the users of memory has all of them returned: nothing is delayed then, and nothing is wrong.
+    Such are a kept state_dict, `param.detach()`, or an array of NumPy's. If torch cannot count the
+    users of memory, return all of them: nothing is delayed then, and nothing is wrong.
     """
     count_uses = getattr(torch._C, "_storage_Use_Count", None)
     if count_uses is None:
         return list(params)
     storages = [param.untyped_storage()._cdata for param in params]
-    sharing = Counter(storages)  # these parameters themselves: those of an LSTM on a device
+    sharing = Counter(storages)  # these parameters share some: those of an LSTM on a device do
     return [
         param
         for param, storage in zip(params, storages, strict=True)
@@ -131,7 +131,7 @@ def finish(params: Iterable[Parameter] | None = None) -> None:
 
 
 def abandon() -> None:
-    """Make no update that is still to be made: e.g. the parameters will be replaced."""
+    """Make no update that is still to be made, because parameters are replaced, for example."""
     with lock:
         for updates in dict.fromkeys(_awaited.values()):
             updates.abandon()
@@ -139,8 +139,8 @@ def abandon() -> None:
 
 @functools.cache
 def _eager_finish() -> Callable[..., None]:
-    """Return `finish` as it is where torch.compile may be looking: no part of a graph."""
-    # Not when this module is loaded, for it loads the compiler.
+    """Return `finish`, marked so that torch.compile makes it no part of a graph."""
+    # Made on first use and not when this module is loaded, because it loads the compiler.
     disabled: Callable[..., None] = torch.compiler.disable(finish)  # type: ignore[no-untyped-call]
     return disabled
 
@@ -163,11 +163,11 @@ def watch_iteration(user: object) -> None:
         if _replacement is None:
             _replacement = _watched(torch.nn.Module.named_parameters)
             torch.nn.Module.named_parameters = _replacement  # type: ignore[method-assign]
-        _once_at_exit(_finish_at_exit)  # before the engine is stopped, for it was there first
+        _once_at_exit(_finish_at_exit)  # before the engine stops, which was registered first
 
 
 def _watched(original: Any) -> Any:
-    """Return the method in whose place we are, with updates made before; without users it goes."""
+    """Wrap a method of modules so that updates are made first; it removes itself without users."""
 
     @functools.wraps(original)
     def named_parameters(self: torch.nn.Module, *arguments: Any, **keywords: Any) -> Any:
@@ -177,7 +177,7 @@ def _watched(original: Any) -> Any:
                 _before_forward(module, None)
         elif not _users:
             with lock:
-                # If another library has put its own in place of ours, that calls ours: it stays.
+                # If another library has wrapped ours, its method calls ours, which then stays.
                 if not _users and torch.nn.Module.named_parameters is _replacement:
                     torch.nn.Module.named_parameters = original  # type: ignore[method-assign]
                     _replacement = None
@@ -187,7 +187,7 @@ def _watched(original: Any) -> Any:
 
 
 def _finish_at_exit() -> None:
-    """Take part in what other ranks wait for, unless this one has failed."""
+    """Make the last updates, for which other ranks may wait, unless this rank has failed."""
     if _awaited and not hasattr(sys, "last_value"):
         try:
             finish()

@@ -1,13 +1,13 @@
 """A torch optimizer whose gradients are averaged over all ranks.
 
-What `horovod.torch.optimizer` makes of a user's optimizer: an instance of a new class with the same
-name that derives from ReducingOptimizer and from the optimizer's own class, so isinstance checks,
+`horovod.torch.optimizer` makes of a user's optimizer an instance of a new class with the same name.
+That derives from ReducingOptimizer and from the optimizer's own class, so isinstance checks,
 learning-rate schedulers and checkpoints go on working.
 
-torch.compile must not look into what talks to other ranks, which is marked `untraced`. It may
-compile the optimizer's own update, which `step` calls beside that (`calls_traced`). This module is
-loaded when the first optimizer is wrapped, for the marks load the compiler. Whoever has made an
-optimizer has loaded it already.
+torch.compile must not look into methods that talk to other ranks, which are marked `untraced`. It
+may compile the optimizer's own update, which `step` calls beside them (`calls_traced`). This module
+is loaded when the first optimizer is wrapped, because the marks load the compiler. To have made an
+optimizer is to have loaded it already.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Parameter = torch.nn.Parameter
 class GradientCountdown:
     """What is known of one parameter's gradient, for the hook that notices it as it arrives.
 
-    It has no reference to the parameter, which has the hook: neither would be freed.
+    It has no reference to the parameter, which has the hook: such a circle would never be freed.
     """
 
     __slots__ = ("hook", "index", "passes_left")
@@ -54,11 +54,11 @@ class GradientCountdown:
     def __init__(self, index: int, passes: int) -> None:
         self.index = index  # the parameter's index among all
         self.passes_left = passes  # backward passes until the gradient is complete
-        self.hook: Any = None  # none yet while the parameter is frozen
+        self.hook: Any = None  # the hook; None while the parameter is frozen
 
 
 class ReducingOptimizer(torch.optim.Optimizer):
-    """Adds to the optimizer's own class what reduces gradients; the new class derives from both."""
+    """Reduces gradients; the new class derives from this and from the optimizer's own class."""
 
     _kept: tuple[str, ...] = ("param_groups", "state", "defaults")  # attributes that copies get
     _delays = False  # whether parameters are updated when they are next used, not in step()
@@ -119,7 +119,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         return GradientReducer(named, groups, submitter)
 
     def _register_hooks(self) -> None:
-        """Notice gradients as they arrive, of parameters that require them now."""
+        """Notice arriving gradients of all parameters that require them now."""
         this = weakref.ref(self)
         for param, countdown in zip(self._parameter_names, self._countdowns, strict=True):
             if countdown.hook is None and param.requires_grad:
@@ -212,7 +212,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
                 "after optimizer.synchronize(): it uses the gradients that are reduced "
                 "already; write `with optimizer.skip_synchronize(): optimizer.step()` to "
                 "say that this is meant",
-                stacklevel=3,  # 2 is the mark
+                stacklevel=3,  # 2 is the wrapper that the mark adds
             )
         return self._base_step()
 
@@ -226,10 +226,10 @@ class ReducingOptimizer(torch.optim.Optimizer):
 
     @untraced
     def _reduce_for_step(self) -> bool:
-        """Do what comes before the update.
+        """Reduce and check the gradients, before the update.
 
         Returns:
-            Whether the gradients were reduced before without a word that this is meant.
+            Whether they had been reduced already, and the user has not said that this is meant.
         """
         notify_scheduler(self)
         is_doubtful = False
@@ -239,7 +239,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
             else:
                 self.synchronize()
         self._check_gradients()
-        # A step counts from here to here. The update comes after it, so that a compiled step is
+        # Statistics count a step from here to here, before the update, so that a compiled step is
         # not interrupted once more.
         if not capture.is_on():  # then each replay is a step
             runtime.statistics.end_step()
@@ -249,8 +249,8 @@ class ReducingOptimizer(torch.optim.Optimizer):
 
     def _check_gradients(self) -> None:
         """Refuse gradients that are not finite, if HOROVOD_CHECK_NAN asks for that."""
-        # A scaler has looked at them itself, and means to meet infinities now and then. A step
-        # with gradients that were not synchronized is this rank's own affair.
+        # A scaler has looked at them itself, and expects infinities now and then. Gradients that
+        # were not synchronized are this rank's own: the others take no part in this.
         check = self._synchronized and not self._seen_by_scaler
         self._synchronized = self._seen_by_scaler = False
         if self._finite_check is not None and check:
@@ -265,11 +265,11 @@ class ReducingOptimizer(torch.optim.Optimizer):
             self._finite_check.forget()
 
     def _share_found(self, found: dict[torch.device, torch.Tensor]) -> Any:
-        """Return the scaler's finding, which is the same on all ranks, as the gradients were."""
+        """Return the scaler's finding: all ranks have the same, because gradients were reduced."""
         return found
 
     def _synchronizing(self, closure: Any) -> Any:
-        """`closure`, whose gradients are reduced each time that the optimizer evaluates it."""
+        """Return `closure` with its gradients reduced each time that the optimizer evaluates it."""
 
         def evaluate() -> Any:
             loss = closure()
@@ -277,7 +277,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
                 self.synchronize()
                 self._check_gradients()
                 if isinstance(self, torch.optim.LBFGS) and self._together is not None:
-                    # It goes by the loss, so everybody must see the same.
+                    # LBFGS decides by the loss, so all ranks must see the same.
                     mine = torch.as_tensor(loss).detach()
                     return allreduce(mine, op=self.op, process_set=self._together)
             return loss
@@ -290,7 +290,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients; not while they are being reduced."""
+        """Reset the gradients; raise if they are being reduced."""
         if self._reducer is not None and self._reducer.in_flight():
             raise AssertionError(
                 "zero_grad() was called after backward() and before step() or synchronize(), "
@@ -321,7 +321,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._configure(*checked)
 
     def _restart(self) -> None:
-        """Begin anew among other ranks than before; gradients from before count for nothing."""
+        """Begin anew with the ranks that are there now, and drop earlier gradients."""
         self._remove_hooks()
         super().zero_grad(set_to_none=True)
         options = replace(self._options, named_parameters=_pairs(self._parameter_names))
@@ -338,10 +338,10 @@ class ReducingOptimizer(torch.optim.Optimizer):
         share_groups(self)
 
     def __reduce__(self) -> Any:
-        """For pickle and deepcopy."""
+        """Tell pickle and deepcopy what to keep, and how to wrap the copy again."""
         mixin, base = type(self).__bases__
         options = {**vars(self._options), "named_parameters": _pairs(self._parameter_names)}
-        chosen = options.pop("process_set")  # which another process has, too, and not a copy of
+        chosen = options.pop("process_set")  # copies find theirs by its number
         number = 0 if chosen is global_process_set else chosen.process_set_id
         own = {key: self.__dict__[key] for key in self._kept}
         return _rebuild, (base, mixin, own, options, number)
@@ -351,7 +351,7 @@ _optimizers: weakref.WeakSet[ReducingOptimizer] = weakref.WeakSet()
 
 
 def restart_optimizers() -> None:
-    """Let all optimizers of this process begin anew: the ranks of an elastic job changed."""
+    """Let all optimizers of this process begin anew, because an elastic job's ranks changed."""
     for optimizer in list(_optimizers):
         optimizer._restart()
 
@@ -363,8 +363,8 @@ def _rebuild(
     options: dict[str, Any],
     process_set_id: int | None,
 ) -> Any:
-    """Unpickle. All ranks need not do so together, so nothing is checked among them."""
-    base.__new__(base)._patch_step_function()  # as if one had been made here before: step hooks run
+    """Unpickle an optimizer, without checks among the ranks: they need not unpickle together."""
+    base.__new__(base)._patch_step_function()  # as making one does, so that step hooks run
     optimizer = new_optimizer(base, mixin)
     optimizer.__setstate__(state)
     optimizer._original = _no_original

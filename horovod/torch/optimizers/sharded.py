@@ -4,10 +4,10 @@ Gradients are reduced as ever and not merely reduce-scattered, so that clipping 
 scalers and accumulation see what they always see. Then the wrapped optimizer steps on this rank's
 slices alone, as if they were its parameters, and the updated slices go to all ranks. So the state
 takes 1/N of the memory on each of N ranks, and since the optimizer treats every element by itself,
-results are bitwise those of an unsharded run. (On the CPU: with one thread. Of several, torch gives
-each a part of a tensor, and where a part ends may decide how the last bit is rounded.) An optimizer
-that needs whole parameters, as Muon and Adafactor do, gets whole ones: each parameter has one rank
-that updates it, and the bytes of all ranks are as equal as that allows.
+results are bitwise those of an unsharded run. (On the CPU that holds with one thread. With several,
+torch gives each a part of a tensor, and where a part ends may decide how the last bit is rounded.)
+An optimizer that needs whole parameters, as Muon and Adafactor do, gets whole ones: each parameter
+has one rank that updates it, and the bytes of all ranks are as equal as that allows.
 
 The state is complete on no rank. To save it, all ranks bring it to one::
 
@@ -16,11 +16,11 @@ The state is complete on no rank. To save it, all ranks bring it to one::
         torch.save(optimizer.state_dict(), path)
 
 That is the ordinary format, which every optimizer can load, sharded over any number of ranks or not
-at all; load it on all ranks, or on one and call `hvd.broadcast_optimizer_state`.
+at all. Load it on all ranks, or load it on one and call `hvd.broadcast_optimizer_state`.
 
-All ranks must take equally many steps. The slices of a rank that has left for `hvd.join` would not
-be updated, so before a step changes anything the ranks make sure that all of them are there; if one
-is not, the step raises on all others, and `hvd.join` on that one.
+All ranks must take equally many steps. The slices of a rank that has called `hvd.join` would not be
+updated, so before a step changes anything the ranks make sure that none has. If one has, the step
+raises on all others, and `hvd.join` on that one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _ALL_MUST_STEP = (
 
 
 class ShardedOptimizer(ReducingOptimizer):
-    """Adds to the optimizer's own class what divides its state among the ranks."""
+    """Divides optimizer state among ranks; the new class derives from this and the user's."""
 
     _shards: Shards | None = None
     _cut_for: tuple[int | None, int | None] | None = None  # rank and size in the process set
@@ -68,8 +68,8 @@ class ShardedOptimizer(ReducingOptimizer):
         self, options: TorchOptions, named: list[Named], groups: list[list[Named]] | None
     ) -> None:
         super()._configure(options, named, groups)
-        # The state of all parameters, while this rank happens to know it: after loading or
-        # consolidating it, until the next step.
+        # The state of all parameters, while this rank has it: after loading or consolidating it,
+        # until the next step.
         self._complete: State | None = None
         if self._cut_for not in (None, self._rank_and_size()):
             raise ValueError(
@@ -85,7 +85,7 @@ class ShardedOptimizer(ReducingOptimizer):
             self._keep(state)
 
     def _rank_and_size(self) -> tuple[int | None, int | None]:
-        """Rank and size in the process set."""
+        """Return rank and size in the process set."""
         included = self.process_set.included()
         return self.process_set.rank() if included else None, self.process_set.size()
 
@@ -96,7 +96,7 @@ class ShardedOptimizer(ReducingOptimizer):
         if self._shards is None:
             return super()._base_step(*closure)
         loss = None
-        for evaluate in closure:  # here, where zero_grad() means all parameters
+        for evaluate in closure:  # before slices stand in for parameters: it may call zero_grad()
             with torch.enable_grad():
                 loss = evaluate()
         # Raises if a rank has joined, on all ranks and before anything is changed.
@@ -108,7 +108,7 @@ class ShardedOptimizer(ReducingOptimizer):
 
     @torch.optim.Optimizer.profile_hook_step
     def _step_on_slices(self) -> None:
-        """A step as its hooks see it: before and after, parameters and groups are the user's."""
+        """Step on this rank's slices. Step hooks, before and after, see the user's parameters."""
         shards, groups = self._shards, self.param_groups
         assert shards is not None
         if self._cut_for != self._rank_and_size():
@@ -133,13 +133,13 @@ class ShardedOptimizer(ReducingOptimizer):
             self.param_groups = groups
             for view in shards.views.values():
                 view.grad = None
-        for group, used in zip(groups, mine, strict=True):  # where an optimizer keeps things there
+        for group, used in zip(groups, mine, strict=True):  # some optimizers keep things there
             group.update({key: value for key, value in used.items() if key != "params"})
         shards.share(f"{self._name}.slices")
 
     @property
     def _name(self) -> str:
-        """That of the reducer, on which all ranks have agreed."""
+        """The name of the reducer, on which all ranks have agreed."""
         return getattr(self._reducer, "name", "")
 
     def _gradient(self, param: Parameter) -> torch.Tensor | None:
@@ -153,7 +153,7 @@ class ShardedOptimizer(ReducingOptimizer):
         return self._shards.mine[param].of(gradient)
 
     def _refuse_sparse(self) -> None:
-        """All parameters' gradients, not only those of our slices: every rank must raise."""
+        """Raise for any sparse gradient, not only in our slices: every rank must raise."""
         if self.sparse_as_dense:
             return
         for param, name in self._parameter_names.items():
@@ -174,7 +174,7 @@ class ShardedOptimizer(ReducingOptimizer):
         return defaultdict(dict, mine)
 
     def _keep(self, state: State) -> None:
-        """Of the state of some parameters, keep that of this rank's slices and no other."""
+        """Keep only this rank's slices of `state`, which has the entries of some parameters."""
         assert self._shards is not None
         self.state = defaultdict(dict)
         for param, piece in self._shards.mine.items():
@@ -201,7 +201,7 @@ class ShardedOptimizer(ReducingOptimizer):
             self._complete = self._assembled([pickle.loads(part) for part in parts])
 
     def _assembled(self, parts: Sequence[Mapping[int, Mapping[str, Any]]]) -> State:
-        """Return the state of whole parameters, of everybody's slices."""
+        """Return the state of whole parameters, put together from all ranks' slices."""
         assert self._shards is not None
         indices = self._indices()
         complete: State = defaultdict(dict)
@@ -225,7 +225,7 @@ class ShardedOptimizer(ReducingOptimizer):
         return complete
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the ordinary format, where `consolidate_state_dict` has brought it."""
+        """Return the state in the ordinary format, on the rank that has it consolidated."""
         if self._shards is None:
             return super().state_dict()
         if self._complete is None:
@@ -241,7 +241,7 @@ class ShardedOptimizer(ReducingOptimizer):
             self.state = slices
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Load the ordinary format, of which this rank keeps its slices."""
+        """Load a state in the ordinary format; this rank keeps its slices of it."""
         if self._shards is None:
             super().load_state_dict(state_dict)
             return
@@ -259,10 +259,10 @@ class ShardedOptimizer(ReducingOptimizer):
         self._complete = defaultdict(dict, state)
 
     def _broadcast_state(self, root_rank: int) -> None:
-        """`hvd.broadcast_optimizer_state`: the root's options, and its state if it has all of it.
+        """Give all ranks the root's options, and the state if the root has all of it.
 
-        It has after `load_state_dict`, until the next step. Otherwise the ranks' slices are the
-        state, of which there is but one, and nothing is to be made equal.
+        The root has it after `load_state_dict`, until the next step. Otherwise the ranks' slices
+        together are the only state, and there is nothing to make equal.
         """
         shards = self._shards
         assert shards is not None
@@ -289,7 +289,7 @@ class ShardedOptimizer(ReducingOptimizer):
             self._complete = None
 
     def _parts(self, indices: Mapping[torch.Tensor, int]) -> list[dict[int, dict[str, Any]]]:
-        """Return everybody's part of the complete state."""
+        """Return each rank's part of the complete state."""
         assert self._shards is not None
         assert self._complete is not None
         parts: list[dict[int, dict[str, Any]]] = [{} for _ in range(self._shards.size)]
@@ -304,7 +304,7 @@ class ShardedOptimizer(ReducingOptimizer):
         return {param: index for index, param in enumerate(_members(self.param_groups))}
 
     def _exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """Send everybody its payload; those that the ranks sent to us."""
+        """Send each rank its payload; return the payloads that the ranks sent to us."""
         sent = torch.frombuffer(bytearray().join(payloads) or bytearray(1), dtype=torch.uint8)
         sizes = tuple(len(payload) for payload in payloads)
         number = set_id(self.process_set)
@@ -323,7 +323,7 @@ def _members(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _packed(state: Mapping[int, Mapping[str, Any]]) -> bytes:
-    """State as bytes, its tensors in host memory and without memory that they do not show."""
+    """Pickle state, with its tensors in host memory, and of views only what they show."""
     on_host = {
         index: {key: _on_host(value) for key, value in entries.items()}
         for index, entries in state.items()

@@ -1,4 +1,4 @@
-"""Cutting parameters into slices, one rank's each, and sharing the slices after an update.
+"""Cuts parameters into slices, one rank's each, and shares the slices after an update.
 
 Used by the sharded optimizer. A slice is a range of a parameter's elements in the order of its
 memory; this rank's slices are views, so that updating them updates the parameters in place. Where
@@ -21,11 +21,11 @@ from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 from horovod.torch.gradients.layouts import in_memory_order
 
-# Elements, counted from the parameter's first, at whose multiples a parameter may be cut. Kernels
-# work on whole vectors and do the rest element by element, rounding differently at times; so an
-# element must keep the position that it has in the uncut parameter.
+# A parameter may be cut at multiples of this many elements from its first. Kernels work on whole
+# vectors and do the rest element by element, rounding differently at times, so an element must keep
+# the position in a vector that it has in the uncut parameter.
 GRAIN = 64
-PACK_BELOW = 32 * 1024  # bytes from which a slice is better sent from where it is
+PACK_BELOW = 32 * 1024  # bytes: larger slices are sent from where they are
 
 Parameter = torch.nn.Parameter
 
@@ -44,13 +44,13 @@ class Slice:
         return self.stop - self.start == self.param.numel()
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The slice of a tensor that has the parameter's shape; all of it in its own shape."""
+        """Return the slice of a tensor of the parameter's shape; a whole one keeps its shape."""
         if self.is_whole:
             return tensor.detach()
         return in_memory_order(tensor, self.param)[self.start : self.stop]
 
     def of_state(self, value: Any) -> Any:
-        """Return the slice of an entry of optimizer state, which may be no matter of elements."""
+        """Return the slice of an entry of optimizer state; what is not by element stays whole."""
         if self.is_whole or not isinstance(value, torch.Tensor) or value.shape != self.param.shape:
             return value
         return self.of(value).clone()  # a view would keep the memory of the whole
@@ -61,7 +61,7 @@ class Slice:
 
 
 def cut(params: Sequence[Parameter], size: int) -> list[Slice]:
-    """Return the parameters, taken end to end, in `size` nearly equal parts."""
+    """Cut the parameters, taken end to end, into `size` nearly equal parts."""
     edges = [0, *accumulate(param.numel() for param in params)]
     total = edges[-1]
     if total == 0:
@@ -69,7 +69,7 @@ def cut(params: Sequence[Parameter], size: int) -> list[Slice]:
     bounds = [0]
     for part in range(1, size):
         ideal = total * part // size
-        index = bisect_right(edges, ideal) - 1  # of the parameter that it falls into
+        index = bisect_right(edges, ideal) - 1  # the parameter in which the bound falls
         inside = (ideal - edges[index] + GRAIN // 2) // GRAIN * GRAIN
         bounds.append(min(edges[index] + inside, edges[index + 1]))
     bounds.append(total)
@@ -83,9 +83,9 @@ def cut(params: Sequence[Parameter], size: int) -> list[Slice]:
 
 
 def deal_out(params: Sequence[Parameter], loads: list[int]) -> list[Slice]:
-    """Give each parameter as a whole to a rank, the largest first to the rank that has least.
+    """Give each parameter as a whole to a rank, the largest first, to the rank that has least.
 
-    `loads` are the bytes that the ranks have already, and are brought up to date.
+    `loads` are the bytes that the ranks have already; they are updated.
     """
     slices = []
     for param in sorted(params, key=lambda param: -param.nbytes):
@@ -111,7 +111,7 @@ class Shards:
         self.rank, self.size = rank, len(ranks)
         self._ranks = ranks
         self._process_set = process_set
-        # Each group by itself, and each type in it, so that adding a group moves nothing and all
+        # Each group is cut by itself, and each type in it. So adding a group moves nothing, and
         # ranks have equal parts of what takes much state and of what takes little.
         self.slices: list[Slice] = []
         loads = [0] * self.size
@@ -124,13 +124,13 @@ class Shards:
         self.mine = {piece.param: piece for piece in self.slices if piece.owner == rank}
         self._params = list(dict.fromkeys(piece.param for piece in self.slices))
         self._addresses: list[int] = []
-        self.views: dict[Parameter, torch.Tensor] = {}  # of this rank's slices: updates go there
+        self.views: dict[Parameter, torch.Tensor] = {}  # this rank's slices, which are updated
         self._large: list[tuple[torch.Tensor, int]] = []  # memory and owner
         self._small: dict[torch.device, list[list[torch.Tensor]]] = {}  # memory, by owner
         self.attach()
 
     def attach(self) -> None:
-        """Take the parameters' memory as it is now: a user may have replaced it."""
+        """Make views of the parameters' memory as it is now: a user may have replaced it."""
         addresses = [param.data_ptr() for param in self._params]
         if addresses == self._addresses:
             return
@@ -152,7 +152,7 @@ class Shards:
                 self._small.setdefault(memory.device, nothing)[piece.owner].append(memory)
 
     def share(self, name: str) -> None:
-        """Give everybody's slices to all. Large ones are sent and received in place."""
+        """Give every rank's slices to all. Large ones are sent and received in place."""
         number = set_id(self._process_set)
         requests = []
         for index, (memory, owner) in enumerate(self._large):

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class UpdateKind(Enum):
-    """What of the parameters an update needs at once."""
+    """How much of the parameters an update needs at once."""
 
     ELEMENTWISE = "each element by itself"
     TENSORWISE = "each parameter by itself"
@@ -50,7 +50,7 @@ def class_of(optimizer: Any) -> Any:
 
 
 def kind_of(optimizer: Any) -> UpdateKind:
-    """The kind of an optimizer of torch, or of one that says it by an attribute of its class."""
+    """Return the kind of an optimizer of torch, or of one whose class has an attribute for it."""
     kind = class_of(optimizer)
     if getattr(kind, "elementwise", False):
         return UpdateKind.ELEMENTWISE

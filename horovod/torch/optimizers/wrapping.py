@@ -1,4 +1,4 @@
-"""Making an optimizer of a new class from a user's, and keeping schedulers of the old one right.
+"""Makes an optimizer of a new class from a user's, and keeps schedulers of the old one right.
 
 Used by `horovod.torch.optimizer` and by the optimizers beside this module.
 """
@@ -18,7 +18,7 @@ def notify_scheduler(wrapped: Any) -> None:
 
 
 def share_groups(wrapped: Any) -> None:
-    """Let such a scheduler set the learning rates of the groups that were loaded."""
+    """Let a scheduler of the original set the learning rates of the groups that were loaded."""
     original = wrapped._original()
     if original is not None:
         original.param_groups, original.state = wrapped.param_groups, wrapped.state

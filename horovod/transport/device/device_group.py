@@ -30,7 +30,7 @@ from horovod.transport.device.farewells import finish_or_end_process, finish_or_
 from horovod.transport.device.store_adapter import StoreForTorch
 
 _NO_TIMEOUT = timedelta(days=3650)  # the engine's stall inspector decides what takes too long
-_LOST_SECONDS = 1.0  # that other transports may need to notice a loss that this library reported
+_LOST_SECONDS = 1.0  # for other transports to notice a loss that this library reported
 _LOOK_SECONDS = 0.1  # between looks whether the ranks still come, while a group connects
 
 

@@ -18,7 +18,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.transport.base import Transport
 
 _WATCH_SECONDS = 0.2  # between looks at the other ranks, while the device works
-_LEAVE_SECONDS = 3.0  # that the device has to finish work with a rank that has left meanwhile
+_LEAVE_SECONDS = 3.0  # for the device to finish work with a rank that has left meanwhile
 _REPORTED = "the library has reported an error: what it printed to stderr says which"
 
 

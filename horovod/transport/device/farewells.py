@@ -28,20 +28,20 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class _Turns:
-    """Says who may go on: calls that end something, any number of them, or one that wants quiet.
+    """Lets calls that end something run, any number of them, or one block that wants quiet.
 
     A garbage collection may begin a call at any point of this thread, so the lock is reentrant.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.RLock())
-        self._calls = 0  # that are under way
+        self._calls = 0  # calls that are under way
         self._is_quiet = False
 
     def begin(self, at_once: bool) -> bool:
-        """Count a call as under way, unless it is to be quiet now; returns whether it is counted.
+        """Count a call as under way, unless a block wants quiet; return whether it is counted.
 
-        A call that goes on `at_once` counts even then.
+        A call that goes on `at_once` is counted even then.
         """
         with self._changed:
             if self._is_quiet and not at_once:
@@ -50,7 +50,7 @@ class _Turns:
             return True
 
     def await_begin(self) -> None:
-        """Wait until it need not be quiet any more, and count a call as under way."""
+        """Wait until no block wants quiet any more, and count a call as under way."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_quiet)
             self._calls += 1

@@ -3,7 +3,7 @@
 Unless it is told otherwise, NCCL copies all bytes of a connection with one thread, through one
 socket: a few gigabytes a second, whatever the network can do. It chooses better values by itself
 for the network cards of two clouds only. With cores to spare, two threads with two sockets each
-send nearly twice as much; where cores are scarce they are in each other's way (measured:
+send nearly twice as much. Where cores are scarce, the threads hinder each other (measured:
 docs/gpus.md).
 
 Networks that NCCL drives in other ways (InfiniBand, a vendor's plugin) do not look at these values,
@@ -21,7 +21,7 @@ from horovod.common.logging import get_logger
 
 THREADS, SOCKETS = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"
 VALUES = {THREADS: "2", SOCKETS: "2"}
-CORES = 8  # of a rank, from which on threads have cores to run on
+CORES = 8  # of a rank, at least, for more threads to have cores to run on
 
 # Network cards of Amazon and Google, for which NCCL chooses more threads by itself.
 _KNOWN_VENDORS = ("0x1d0f", "0x1ae0")

@@ -89,7 +89,7 @@ class DeviceTransport(DeviceGroup):
 
         Args:
             tensor: The tensor, which is reduced in place.
-            op: How to reduce it.
+            op: SUM, MIN, MAX or PRODUCT.
             scale: The factor for the result.
             waits: Whether the caller calls `await_stream` next.
         """
@@ -112,7 +112,7 @@ class DeviceTransport(DeviceGroup):
 
         Args:
             tensor: A tensor on our device, of a type that the library reduces.
-            op: How to reduce it.
+            op: SUM, MIN, MAX or PRODUCT.
 
         Returns:
             The reduction, for which a stream can wait.

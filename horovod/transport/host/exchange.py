@@ -63,8 +63,8 @@ class ExchangeTransport(SteppedTransport):
         ]
         self._exchanges = 0  # how many there were
         self._exposed_step = 0  # the step that ended the last one
-        self._slot = 0  # of the last `agree`
-        self._preloaded: Sequence[torch.Tensor] | None = None  # what it has shown
+        self._slot = 0  # the slot of the last `agree`
+        self._preloaded: Sequence[torch.Tensor] | None = None  # the tensors that it has shown
         # The addresses and bytes of the tensors that were exposed last, if there were several.
         self._tensor_addresses: list[int] = []
         self._tensor_bytes: list[int] = []
@@ -81,8 +81,8 @@ class ExchangeTransport(SteppedTransport):
         """Show `words` and tensors to all ranks.
 
         Args:
-            tensors: What to show.
-            words: What to show besides.
+            tensors: The tensors to show.
+            words: The words to show.
             reduced: Whether the tensors are to be reduced. Then they may be copied into a staging
                 area, and the pointer is the number of that area instead of an address.
 

@@ -54,7 +54,7 @@ class Others(Protocol):
 
 
 class PeerReducer:
-    """One rank's side of such reductions. `peers` are all ranks, this one included."""
+    """Does one rank's share of reductions. `peers` are all ranks, this one included."""
 
     def __init__(self, rank: int, peers: Sequence[PeerMemory]) -> None:
         self.rank = rank
@@ -81,10 +81,10 @@ class PeerReducer:
         Args:
             tensors: Our tensors.
             pointers: The addresses of the tensors, of each rank.
-            op: How to reduce.
+            op: SUM, MIN, MAX or PRODUCT.
             scale: The factor for the result.
-            check: Called before every write to the other ranks. It raises if one of them has
-                failed: something else may be at its addresses by then.
+            check: A function that is called before every write to the other ranks. It raises if one
+                of them has failed: something else may be at its addresses by then.
         """
         layout, scratches = self._plan(tensors)
         addresses = [layout.locate(rank, tensors_at) for rank, tensors_at in enumerate(pointers)]

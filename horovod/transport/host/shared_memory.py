@@ -51,7 +51,7 @@ class SharedMemoryTransport(ExchangeTransport):
         super().__init__(group)
         self._peers = [PeerMemory(member.pid) for member in self._members]
         self._reducer = PeerReducer(self.rank, self._peers)
-        self._sums = torch.empty(INLINE, dtype=torch.uint8)  # of several small tensors
+        self._sums = torch.empty(INLINE, dtype=torch.uint8)  # sums of several small tensors
         self._sum_views: dict[tuple[torch.dtype, int], Any] = {}
         self.peer_memory = self._try_peer_memory(group.config.shm_peer_memory)
         self.algorithms = ("direct", "staged") if self.peer_memory else ()
@@ -105,7 +105,7 @@ class SharedMemoryTransport(ExchangeTransport):
 
         Args:
             tensors: The tensors, which are reduced in place.
-            op: How to reduce them.
+            op: SUM, MIN, MAX or PRODUCT.
             others: The ranks on other hosts, see `peer_reduction`.
         """
         self.check_usable()
@@ -253,8 +253,8 @@ class SharedMemoryTransport(ExchangeTransport):
         Args:
             slot: The offset of the exchange slot.
             source: The tensor that this rank exposed.
-            reads: For each part the rank, the offset in its tensor, the address to copy to, and
-                the bytes.
+            reads: The rank of each part, the offset in its tensor, the address to copy to, and the
+                bytes.
         """
         self._preloaded = None
         exposed = self._exposed(slot)

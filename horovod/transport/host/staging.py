@@ -25,13 +25,13 @@ from horovod.transport.spans import block_bytes, pieces, share
 
 
 class AreaReducer:
-    """One rank's side of such reductions.
+    """Does one rank's share of reductions through these areas.
 
     Args:
         rank: Our rank.
         memories: All ranks' segments.
-        addresses: Where they are mapped.
-        offset: Where the two areas begin in each segment.
+        addresses: The addresses at which they are mapped.
+        offset: The offset of the two areas in each segment.
         nbytes: The size of one area.
     """
 
@@ -87,9 +87,9 @@ class AreaReducer:
         Args:
             tensors: The tensors, which are reduced in place.
             areas: The area that each rank has filled.
-            op: How to reduce.
+            op: SUM, MIN, MAX or PRODUCT.
             scale: The factor for the result.
-            step: Lets the ranks take a step together.
+            step: A function that lets the ranks take a step together.
         """
         dtype, width = tensors[0].dtype, tensors[0].element_size()
         total, room = sum([tensor.numel() for tensor in tensors]), self.nbytes // width

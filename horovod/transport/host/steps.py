@@ -45,7 +45,7 @@ _NEVER = 1 << 62  # a step that no rank takes
 # need.
 _FEWEST_LOOKS, _MOST_LOOKS = 600, 5000
 _SAFETY_WAKE_MS = 500  # after which a sleeper looks again even if nobody rings
-_LEAVE_SECONDS = 0.3  # that a failing rank waits until no other uses its memory any more
+_LEAVE_SECONDS = 0.3  # for which a failing rank waits until no other uses its memory
 
 # On x86 other cores see the writes of a core in order. Elsewhere a lock's atomics order them.
 _ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
@@ -224,7 +224,7 @@ class SteppedTransport(BreakableTransport):
         return bool(select.select([self._members[rank].process], [], [], 0)[0])
 
     def _others_left(self) -> bool:
-        """Wait a moment until all other ranks have failed, closed or died; whether they have."""
+        """Wait a moment for all other ranks to fail, close or die; return whether all have."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         waiting = list(self._others)
         while True:

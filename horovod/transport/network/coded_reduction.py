@@ -24,7 +24,7 @@ from horovod.transport.network.streams import MessageStream
 Tensor = torch.Tensor
 
 AHEAD = 2  # blocks of each peer that may wait for the same blocks of other peers
-BLOCK_ROWS = 1024  # of one block, at most
+BLOCK_ROWS = 1024  # rows of one block, at most
 
 
 class CodedBlock(NamedTuple):
@@ -97,8 +97,8 @@ class CodedReduction:
     Args:
         rank: Our rank.
         streams: The messages of each peer.
-        plan: Which rank adds up which rows, and where.
-        tensors: What to add up, in place.
+        plan: The plan that says which rank adds up which rows, and where.
+        tensors: The tensors to add up, in place.
         scale: The factor for the result.
     """
 
@@ -179,7 +179,7 @@ class CodedReduction:
             return
         block, total = self._plan.own[number], self._plan.totals[number]
         arrived = self._plan.arriving[number]
-        # In rank order, whichever rank adds up. The first two may change places: their sum is the
+        # In rank order, whichever rank adds up. The first two may be swapped: their sum is the
         # same, and ours need not be copied.
         others = list(arrived)
         arrived[others[0]].rows.decode(total)
@@ -198,7 +198,7 @@ class CodedReduction:
 
 
 def _fills_rows(parts: Sequence[Tensor]) -> bool:
-    """Return whether these are float32 numbers in one place that fill the rows of a block."""
+    """Return whether these are float32 numbers in one piece of memory that fill whole rows."""
     first = parts[0]
     return len(parts) == 1 and first.dtype is torch.float32 and not first.numel() % eight_bits.BLOCK
 

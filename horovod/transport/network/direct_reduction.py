@@ -38,12 +38,12 @@ class DirectReduction:
     Args:
         rank: Our rank.
         streams: The messages of each peer.
-        plan: How the tensors are cut into shares and blocks.
-        tensors: What to reduce, in place.
-        op: How to reduce.
+        plan: The shares and blocks into which the tensors are cut.
+        tensors: The tensors to reduce, in place.
+        op: SUM, MIN, MAX or PRODUCT.
         scale: The factor for the result.
-        scratch: Returns memory for a block, given a peer, a slot below AHEAD, and the number of
-            elements.
+        scratch: A function that returns memory for a block, given a peer, a slot below AHEAD, and
+            the number of elements.
     """
 
     def __init__(

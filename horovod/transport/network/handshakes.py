@@ -28,7 +28,7 @@ class Arrival:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.link = link
         self.deadline = time.monotonic() + _HANDSHAKE_SECONDS
-        self.rank = -1  # of the peer, once it has said so
+        self.rank = -1  # the peer's rank, once it has said so
         self._session = Session(key, server=True, max_frame=_LONGEST_HELLO)
         self._diallers = diallers  # the ranks that may connect to us
 

@@ -54,8 +54,8 @@ class Links:
 
     Args:
         group: The ranks.
-        on_end: Called from any thread with a rank and an error when the connection to that rank
-            has ended: None if the rank has closed its end, a TimeoutError if it is cut off.
+        on_end: A function that is called from any thread when a connection has ended, with the rank
+            and an error: None if the rank has closed its end, a TimeoutError if it is cut off.
     """
 
     def __init__(self, group: Group, on_end: Callable[[int, OSError | None], None]) -> None:
@@ -65,8 +65,8 @@ class Links:
         self._key = group.store.derive_key("links")
         self._seconds = group.config.gloo_timeout_seconds
         self._changed = threading.Condition()
-        # Flags that several threads set, only ever from False to True, without a lock; the thread
-        # of this object alone takes `_is_resetting` back.
+        # Flags that several threads set without a lock, which is safe because they only go from
+        # False to True. The thread of this object alone takes `_is_resetting` back.
         self._has_ended = False  # no new connections
         self._is_broken = False  # connections are reset, not closed
         self._is_resetting = False  # asks the thread to reset them
@@ -144,8 +144,8 @@ class Links:
 
         Args:
             ranks: The peers.
-            seconds: How long that may take. With None, a peer that dials us may take any time, and
-                one that we dial must answer within HOROVOD_GLOO_TIMEOUT_SECONDS.
+            seconds: The longest wait. With None, a peer that dials us may take any time, and one
+                that we dial must answer within HOROVOD_GLOO_TIMEOUT_SECONDS.
 
         Raises:
             MissingPeerError: A peer cannot be reached, or does not answer in time.
@@ -337,7 +337,7 @@ class Links:
         """Close everything.
 
         Args:
-            seconds: How long to wait, unless the group is broken, until the peers have received
+            seconds: The longest wait, unless the group is broken, until the peers have received
                 everything that was sent.
         """
         with self._changed:

@@ -22,8 +22,8 @@ def explain_end(
     Args:
         group: The ranks.
         links: Their connections, or None while these are still being made.
-        board: What the ranks have posted.
-        error: What the socket raised; None if the peer closed its end.
+        board: The board on which ranks post why they fail.
+        error: The error that the socket raised; None if the peer closed its end.
     """
     # Connections first, then the board: a rank that only follows another's failure posts the
     # reason before it ends its connections. So if its connection is seen dead, the board says why.

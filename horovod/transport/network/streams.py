@@ -22,8 +22,8 @@ _NOW = socket.MSG_DONTWAIT
 _MOST_PIECES = 512  # in one call of the kernel, whose limit is 1024
 
 # Bytes of a long message that the kernel collects before it wakes the thread that waits. On a slow
-# network every packet would wake it, and each time it takes the core from backward. At 1 Gbit/s
-# this is 4 ms.
+# network every packet would wake the thread, which each time takes the core from backward. At 1
+# Gbit/s this is 4 ms.
 _WORTH_WAKING = 512 * 1024
 _LOOK_MS = 1000  # between looks at fewer bytes: what comes may be shorter than what we expect
 
@@ -76,7 +76,7 @@ class MessageStream:
         self.leaving: deque[Outgoing] = deque()
         self.arriving: deque[Incoming] = deque()
         self._sent = self._received = 0
-        self._wake_bytes = 1  # for which the kernel wakes us
+        self._wake_bytes = 1  # how many the kernel collects before it wakes us
 
     def send(
         self, pieces: list[Piece], nbytes: int, before: Callable[[], object] | None = None
@@ -99,7 +99,7 @@ class MessageStream:
         Args:
             pieces: The memory for the message; None to have it in `Incoming.body`.
             nbytes: The size of the message; None for any.
-            then: Called when it has arrived, before the next message is received.
+            then: A function to call when it has arrived, before the next message is received.
         """
         message = Incoming(pieces, nbytes, then)
         self.arriving.append(message)

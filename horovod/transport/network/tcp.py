@@ -53,7 +53,7 @@ from horovod.transport.pairwise import PairwiseTransport
 INLINE = 64 * 1024  # bytes that may travel with an agreement
 INLINE_TOTAL = 256 * 1024  # ... as long as all that arrives at one rank stays below this
 RECORD = 8 * 1024  # bytes up to which fewer messages gather faster than more direct ones
-_LEAVE_SECONDS = 1.0  # that a closing rank gives the others to finish reading from it
+_LEAVE_SECONDS = 1.0  # in which others may finish reading from a rank that closes
 
 
 class _Preload(NamedTuple):
@@ -76,7 +76,7 @@ class TcpTransport(PairwiseTransport):
         self._streams: dict[int, MessageStream] = {}
         self._memory = ReductionMemory(group.size)
         self._preloaded: _Preload | None = None
-        self._widening: Callable[[], None] | None = None  # ends what a narrower type began
+        self._widening: Callable[[], None] | None = None  # copies the result out of a narrower type
         # Ranks send their records before they read: none may be so long that two of them wait for
         # each other to read.
         self._inline = min(INLINE, INLINE_TOTAL // group.size)

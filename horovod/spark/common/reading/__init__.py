@@ -1,1 +1,1 @@
-"""From Parquet to the batches of a rank, in bounded memory."""
+"""Turn Parquet into the batches of a rank, in bounded memory."""

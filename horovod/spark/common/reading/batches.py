@@ -1,4 +1,4 @@
-"""Batches of one size from the chunks of a reader, shuffled in bounded memory."""
+"""Cut the chunks of a reader into batches of one size, shuffled in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from horovod.spark.common.reading.row_buffer import (
     row_count,
 )
 
-BUFFER_BYTES = 24 * 1024 * 1024  # size of the rows that a rank shuffles among
-# Large rows, such as images: at least this number, if they fit in eight times the bytes.
+BUFFER_BYTES = 24 * 1024 * 1024  # size of the rows among which a rank shuffles
+# Of large rows, such as images, at least this number, if they fit in eight times these bytes.
 BUFFER_ROWS = 1024
 
-# A draw has a cost of its own, so several small batches are drawn at once: at most these rows
-# if they are shuffled, or if they come in order and need not be copied, and at most these bytes.
+# A draw has a fixed cost, so several small batches are drawn at once: at most these numbers of
+# rows (shuffled; in order, which need not be copied), and at most these bytes.
 _DRAWN_SHUFFLED, _DRAWN_IN_ORDER = 4096, 1024
 _DRAWN_BYTES = 2 * 1024 * 1024
 
 
 def rows_that_fit(row_bytes: int) -> int:
-    """Return among how many rows of this size a rank shuffles, unless it was told."""
+    """Return the default number of rows of this size among which a rank shuffles."""
     row = max(1, row_bytes)
     return max(1, BUFFER_BYTES // row, min(BUFFER_ROWS, 8 * BUFFER_BYTES // row))
 
@@ -42,10 +42,10 @@ def batches(
 ) -> Iterator[Rows]:
     """Yield batches of `batch_size` rows; only the very last one may be smaller.
 
-    With a `capacity`, rows are drawn at random from that many (0: the order of the reader); it may
-    be a function of the bytes that a row takes, which are known when the first rows are there. Each
-    pass gives every row once: rows of the next pass come in only as those of this one go out, so
-    that reading never stands still between passes and the memory stays the same.
+    Rows are drawn at random from `capacity` rows (0 keeps the reader's order); it may be a function
+    of the bytes of a row, which are known when the first rows have come. Each pass gives every row
+    once: rows of the next pass come in only as those of this one go out, so that reading never
+    stands still between passes and the memory stays the same.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, not {batch_size}")
@@ -60,8 +60,8 @@ def _blocks(
     wanted: int | Callable[[int], int],
     random: np.random.Generator,
 ) -> Iterator[tuple[RowLayout, list[Array]]]:
-    """Yield blocks of some batches; the last may be smaller, and end with a part of a batch."""
-    ending: RowBuffer | RowQueue | None = None  # holds the rows left of the pass before
+    """Yield blocks of several batches; the last block may be smaller, as may its last batch."""
+    ending: RowBuffer | RowQueue | None = None  # holds the rows that are left of the last pass
     storage: RowStorage | None = None  # shared by the rows of two passes
     parts: list[list[Array]] = []  # draws for a block that one draw could not fill
     layout: RowLayout | None = None
@@ -110,7 +110,7 @@ def _blocks(
 
 
 def _rows_at_once(batch_size: int, capacity: int, row_bytes: int) -> int:
-    """Return the rows of as many batches as are drawn at once."""
+    """Return how many rows to draw at once: those of some whole batches."""
     most = min(capacity, _DRAWN_SHUFFLED) if capacity else _DRAWN_IN_ORDER
     most = min(most, _DRAWN_BYTES // max(1, row_bytes))
     return batch_size * max(1, most // batch_size)

@@ -1,8 +1,8 @@
-"""Arrow columns as numpy arrays with one row shape, for the reader and for `transform`.
+"""Convert Arrow columns to numpy arrays with one row shape, for the reader and for `transform`.
 
 Numbers and booleans become one value per row, arrays (nested ones too) a block per row, and Spark
 ML vectors, dense and sparse, become dense rows. Every row of a column must have the same shape and
-no value may be null: a model could not be fed otherwise.
+no value may be null, because a model could not take such rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ColumnError(ValueError):
 
 
 def is_vector_type(kind: Any) -> bool:
-    """Whether this Arrow type is how Spark stores an ML vector."""
+    """Return whether Spark stores ML vectors as this Arrow type."""
     return bool(
         pa.types.is_struct(kind)
         and {kind.field(i).name for i in range(kind.num_fields)} == _VECTOR_FIELDS

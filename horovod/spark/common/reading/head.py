@@ -1,4 +1,4 @@
-"""The first rows of a DataFrame or of Parquet as arrays, with which the driver tries a model."""
+"""Read the first rows of a DataFrame or of Parquet, with which the driver tries a model."""
 
 from __future__ import annotations
 

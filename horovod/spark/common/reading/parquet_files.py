@@ -1,4 +1,4 @@
-"""The files of a Parquet dataset: which there are, their row groups, and reading a part of one."""
+"""List the files of a Parquet dataset and their row groups, and read parts of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ READ_BYTES = 1024 * 1024  # bytes that a worker reads ahead, of all columns toge
 LEAST_READ_BYTES = 64 * 1024  # bytes that it reads ahead of each column at least
 
 _VALUE_BYTES = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
-_LOOKED_AT = 16  # row groups: looking at thousands takes seconds
+_LOOKED_AT = 16  # row groups to look at: thousands would take seconds
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Piece:
 
 
 class ParquetFiles:
-    """The files of a dataset, with how many rows their row groups have.
+    """The files of a dataset, with the numbers of rows in their row groups.
 
     Files and folders whose names begin with a dot or an underscore are not data. Each file's footer
-    is read once, here. Nothing but `dataset` needs pyarrow.dataset, which imports pandas: a rank
-    does without these 40 MiB unless folders are named after partitions.
+    is read once, here. Only `dataset` needs pyarrow.dataset, which imports pandas: a rank saves
+    these 40 MiB unless folders are named after partitions.
     """
 
     def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Decoded rows in a file on the local disk, so that a rank decodes Parquet in its first pass only.
+"""Keep decoded rows on the local disk, so that a rank decodes Parquet in its first pass only.
 
 Reading decoded rows back takes a twentieth of the processor time of decoding lists, and the system
 keeps them in memory that is free anyway. The file has no name, so nothing is left of it when the
-process ends, however it does.
+process ends, in whatever way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from horovod.spark.common.reading.row_buffer import RowLayout, row_count
 
 FREE_SHARE = 0.1  # share of the disk that the file leaves free
 
-_Chunk = tuple[int, int]  # where it begins in the file, and its number of rows
+_Chunk = tuple[int, int]  # its position in the file, and its number of rows
 
 
 def local_folder(index: int) -> str:
@@ -78,7 +78,7 @@ class PieceFile:
                 if not self._is_full:
                     self._write(rows, written)
                 yield rows
-                del rows  # before more are decoded
+                del rows  # frees their memory before more rows are decoded
             if not self._is_full:
                 self._stored[piece] = written
         finally:

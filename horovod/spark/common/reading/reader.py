@@ -1,10 +1,10 @@
-"""Reading Parquet on one rank: its even share of the rows, decoded ahead in the background.
+"""Read the share of one rank from Parquet, decoded ahead in the background.
 
 The rows of a dataset, in the order of its files and row groups, are cut into `shard_count` ranges
-whose lengths differ by one row at most, so ranks end up with equal shares whatever the row groups
-are. Worker threads decode row groups piece by piece; what waits to be consumed is bounded. They go
-on with the next pass while this one is consumed, but never beyond `num_epochs`. What they have
-decoded once they may keep on the local disk for later passes.
+whose lengths differ by one row at most, so ranks get equal shares whatever the row groups are.
+Worker threads decode row groups piece by piece; the amount that waits to be consumed is bounded.
+They go on with the next pass while this one is consumed, but never beyond `num_epochs`. They may
+keep decoded rows on the local disk for later passes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from horovod.spark.common.reading.row_buffer import packed
 
 __all__ = ["ParquetReader"]
 
-# Of decoded rows that travel from a worker to the consumer. Memory of this size is used again and
-# again; larger blocks go back to the system, and every page of the next one costs a fault: decoding
+# Bytes of decoded rows that travel from a worker to the consumer. Memory of this size is reused;
+# larger blocks go back to the system, and every page of the next block costs a fault: decoding
 # 32 MiB at once took twice the processor time.
 CHUNK_BYTES = 512 * 1024
 CHUNKS_AHEAD = 1  # chunks that each worker may have ready
@@ -114,8 +114,8 @@ class ParquetReader:
         self._chunk_rows = min(65536, max(16, CHUNK_BYTES // self.files.bytes_per_row))
         self._run: _Run | None = None
         self._in_pass = False
-        self._passes = 0  # finished or begun ones, so that each has an order of its own
-        self._passes_in_run = 0  # finished ones
+        self._passes = 0  # passes that have begun; each has an order of its own
+        self._passes_in_run = 0  # passes that have finished
         self.last_row_consumed = False
 
     def passes(self) -> Iterator[Iterator[Rows]]:
@@ -133,7 +133,7 @@ class ParquetReader:
         self.last_row_consumed = True
 
     def _chunks(self) -> Iterator[Rows]:
-        if self._in_pass:  # the pass before was left before its end
+        if self._in_pass:  # the consumer has left the last pass before its end
             self.stop()
         self._in_pass = True
         if self._run is None:
@@ -207,7 +207,7 @@ class _Output:
 
     def __init__(self) -> None:
         self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.room = threading.Semaphore(CHUNKS_AHEAD)  # for chunks and ends
+        self.room = threading.Semaphore(CHUNKS_AHEAD)  # free slots for chunks and ends
 
 
 class _Run:
@@ -247,7 +247,7 @@ class _Run:
                     if self._stopped.is_set():
                         return
                     mine.items.put(rows)
-                    del rows  # before more are decoded
+                    del rows  # frees their memory before more rows are decoded
                 mine.room.acquire()  # the chunk was taken: another piece may be decoded
                 mine.items.put(_End)
             except BaseException as error:
@@ -269,7 +269,7 @@ class _Run:
                     self.stop()
                     raise item
                 yield item
-                del item  # before another is waited for
+                del item  # frees its memory before the wait for another
 
     def stop(self) -> None:
         self._stopped.set()

@@ -1,8 +1,8 @@
-"""Rows waiting to be drawn at random or in order: the bounded memory of a reading rank.
+"""Hold the rows of a reading rank in bounded memory until they are drawn, at random or in order.
 
 Columns of the same type and row shape lie side by side in one array, because moving a row of one
 wide array costs much less than moving a hundred values of a hundred arrays. The workers of a reader
-pack them so, in parallel; the consumer then moves whole rows only.
+pack columns in this way, in parallel; the consumer then moves whole rows only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from horovod.spark.common.reading.columns import ColumnError, Rows
 Array = np.ndarray[Any, Any]
 
 _TILE_BYTES = 1024 * 1024  # size of the rows that are packed at once: they stay in the cache
-_TILE_ROWS = 1024  # at least: packing has a cost for each column of a tile
+_TILE_ROWS = 1024  # at least, because packing has a cost for each column of a tile
 
 
 class RowLayout:
@@ -54,7 +54,7 @@ class RowLayout:
         return [_side_by_side([rows[name] for name in names]) for names in self.blocks]
 
     def fill(self, arrays: list[Array], places: Array | slice, rows: Rows) -> None:
-        """Copy rows into the arrays, each to its place."""
+        """Copy rows into the arrays, to the indices in `places`."""
         for array, block in zip(arrays, self.pack(rows), strict=True):
             array[places] = block
 
@@ -71,7 +71,7 @@ class RowLayout:
 def packed(rows: Rows) -> Rows:
     """Put the columns of the same kind side by side in one array, of which they become views.
 
-    A few rows stay as they are: packing them later costs less than finding them packed.
+    Few rows stay as they are: packing them later costs less than checking that they are packed.
     """
     if row_count(rows) < _TILE_ROWS:
         return rows
@@ -113,16 +113,16 @@ def _are_columns_of(array: Any, shape: tuple[int, ...], columns: list[Array]) ->
 
 
 class RowStorage:
-    """Memory for rows: `put` gives rows places in it, `take` frees them."""
+    """Memory for rows: `put` copies rows in and returns their indices, `take` frees these."""
 
     def __init__(self, layout: RowLayout, capacity: int) -> None:
         self._layout = layout
         self._arrays = layout.empty(capacity)
-        self._free = np.arange(capacity)[::-1].copy()  # places; the last of the first `_left` next
+        self._free = np.arange(capacity)[::-1].copy()  # `_left` free indices; the last is used next
         self._left = capacity
 
     def put(self, rows: Rows) -> Array:
-        """Copy rows in; return their places."""
+        """Copy rows in; return their indices."""
         count = row_count(rows)
         if count > self._left:
             self._grow(count - self._left)
@@ -132,7 +132,7 @@ class RowStorage:
         return places
 
     def take(self, places: Array) -> list[Array]:
-        """Copy rows out, and free their places."""
+        """Copy the rows at these indices out, and free the indices."""
         self._free[self._left : self._left + len(places)] = places
         self._left += len(places)
         return [array.take(places, axis=0) for array in self._arrays]
@@ -151,13 +151,13 @@ class RowStorage:
 class RowBuffer:
     """Rows in no particular order: `add` puts rows in, `draw` takes some out at random.
 
-    A row stays where it was put until it is drawn; what is shuffled are the places. Buffers may
-    share a storage: the rows of two passes then need the memory of one.
+    A row stays where it was put until it is drawn; only indices are shuffled. Buffers may share a
+    storage: the rows of two passes then need the memory of one.
     """
 
     def __init__(self, storage: RowStorage) -> None:
         self._storage = storage
-        self._used = np.empty(0, np.int64)  # places of the rows, the first `size` of these
+        self._used = np.empty(0, np.int64)  # its first `size` entries are indices of the rows
         self.size = 0
 
     def add(self, rows: Rows) -> None:
@@ -192,10 +192,10 @@ class _Writable:
 
 
 def _kept(array: Array) -> Array:
-    """Return the array in memory that stays, and that tensors may write to.
+    """Return the array in memory that nobody else changes, and that tensors may write to.
 
-    What pyarrow has decoded is marked as read-only and does not change any more, so it is not
-    copied. Other arrays are: the code that made them may use them again.
+    Arrays that pyarrow has decoded are marked as read-only and do not change, so they are not
+    copied. Others are copied, because the code that made them may use them again.
     """
     return array.copy() if array.flags.writeable else np.asarray(_Writable(array))
 

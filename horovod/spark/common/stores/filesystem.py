@@ -1,4 +1,4 @@
-"""Opening a file system by a URL, on the driver and on every rank.
+"""Open a file system by a URL, on the driver and on every rank.
 
 Stores use fsspec; pyarrow reads Parquet through its own local and HDFS file systems where it has
 them, and through fsspec elsewhere.
@@ -45,7 +45,7 @@ def _hadoop(url: str, options: dict[str, Any]) -> tuple[Any, str]:
         kerb_ticket=options.get("kerb_ticket"),
         extra_conf=options.get("extra_conf"),
     )
-    hdfs.look_at(filesystem, path)  # no right to look is not the same as no data
+    hdfs.look_at(filesystem, path)  # raises if we may not look, which does not mean no data
     return filesystem, path
 
 

@@ -1,7 +1,7 @@
 """The base class of the stores here: a store on one file system of fsspec.
 
-A file appears under its name only when it is complete: it is written beside and moved, or put in
-one piece where the storage itself makes that atomic.
+A file appears under its name only when it is complete: it is written under another name and moved,
+or put in one piece where the storage itself makes that atomic.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class AbstractFilesystemStore(Store):
         atomic = self._put_is_atomic
         temporary = target if atomic else posixpath.join(folder, f".{name}.{uuid.uuid4().hex}")
         try:
-            if not atomic:  # object stores have no folders, and would make a bucket of a typo
+            if not atomic:  # object stores have no folders, and would turn a typo into a bucket
                 self.fs.makedirs(folder, exist_ok=True)
             put(temporary)
             if not atomic:
@@ -149,7 +149,7 @@ class AbstractFilesystemStore(Store):
             if not atomic:
                 with contextlib.suppress(Exception):
                     self.fs.rm_file(temporary)
-            # Those that others derive from OSError may not be made from a number and a text.
+            # Subclasses of OSError in other packages may not accept a number and a text.
             builtin = type(error).__module__ == "builtins"
             known = error if isinstance(error, OSError) and builtin else OSError()
             first = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
@@ -179,7 +179,7 @@ class AbstractFilesystemStore(Store):
         return bool(_PUT_IS_ATOMIC & set(_protocols(self.fs)))
 
     def _names(self, path: str) -> list[str]:
-        """Return the names to look for a file under: it has another one while it is replaced."""
+        """Return the names under which a file may be: it has another one while it is replaced."""
         local = self.get_localized_path(path)
         if self._put_is_atomic or "file" in _protocols(self.fs):
             return [local]

@@ -1,8 +1,8 @@
 """HDFS through pyarrow's client, libhdfs: for `HDFSStore` and for the reader on every rank.
 
-libhdfs starts a Java virtual machine in this process. pyarrow takes every failure to look at a path
-for a path that is not there, which would begin a training anew while the NameNode is away: whatever
-is not found is looked at a second time here.
+libhdfs starts a Java virtual machine in this process. pyarrow treats every failure to look at a
+path as a missing path, so a training would begin anew while the NameNode is away: this module looks
+at a missing path a second time.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def connect(
             host, port, user=user, kerb_ticket=kerb_ticket, replication=0, extra_conf=extra_conf
         )
     except OSError as error:
-        first = str(error).partition("\n")[0]  # on the others: all the places it looked at
+        first = str(error).partition("\n")[0]  # the other lines list the paths it looked at
         raise ConnectionError(
             f"cannot connect to {name}: {first}. libhdfs may have printed the cause. Is that the "
             f"host's name? {_INSTALL}"
         ) from error
     try:
-        with contextlib.suppress(PermissionError):  # that is an answer
+        with contextlib.suppress(PermissionError):  # which shows that the NameNode answers
             filesystem.get_file_info(arrow.FileSelector("/"))
     except OSError as error:
         raise ConnectionError(
@@ -101,5 +101,5 @@ class HadoopFiles(ArrowFSWrapper):
         return self._make_entry(look_at(self.fs, self._strip_protocol(path)))
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
-        self.info(path)  # FileNotFoundError; deleting would only say that it failed
+        self.info(path)  # raises FileNotFoundError, while deleting only says that it failed
         super().rm(path, recursive, maxdepth)

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class RemoteStore:
-    """What ranks know of a store: the paths of one run, and how to bring there what they wrote.
+    """A store as ranks see it: the paths of one run, and functions that copy files to it.
 
-    `get_local_output_dir` and `sync` are used by rank 0.
+    Rank 0 uses `get_local_output_dir` and `sync`.
     """
 
     train_data_path: str
@@ -32,9 +32,9 @@ class RemoteStore:
 
 
 class Store(ABC):
-    """Where an estimator keeps data, checkpoints and logs.
+    """Base class of the stores in which estimators keep data, checkpoints and logs.
 
-    `Store.create` chooses a class by the form of the path. Subclass it to keep things elsewhere.
+    `Store.create` chooses a class by the form of the path. Subclass it to keep files elsewhere.
     """
 
     storage_options: dict[str, Any] | None = None  # what fsspec needs to open the paths
