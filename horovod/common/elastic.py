@@ -52,6 +52,9 @@ class ElasticJob(Protocol):
     def newest_state(self, version: int) -> tuple[int, int]:
         """Return the lowest rank with the newest state, and the state's version. Collective."""
 
+    def confirm_state(self) -> None:
+        """Note that this rank has the newest state, and a snapshot of it."""
+
     def leave(self) -> NoReturn:
         """End this process in order."""
 
@@ -248,6 +251,7 @@ def run_fn(
                     state._root, version = job.newest_state(state._version)
                     state.sync()
                     state._version = max(version, state._version, 0)
+                    job.confirm_state()
                     result = func(state, *args, **kwargs)
                 except HorovodInternalError as error:
                     if not job.can_recover(error):

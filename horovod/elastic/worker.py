@@ -48,6 +48,7 @@ class Worker:
         vector = torch.tensor([newest, int(leaving), int(not leaving), int(notified)])
         _maximum(vector, "elastic.agree")
         generation.made_progress = True
+        self._member.confirm_state()  # again, if the driver was out of reach
         newest, anybody_leaves, anybody_stays, anybody_notified = vector.tolist()
         outdated = newest > generation.decision.number
         if leaving and (anybody_stays or not outdated):
@@ -64,6 +65,9 @@ class Worker:
         _maximum(newest, "elastic.state")
         version = -(-int(newest) >> _RANK_BITS)
         return (version << _RANK_BITS) - int(newest), version
+
+    def confirm_state(self) -> None:
+        self._member.confirm_state()
 
     def leave(self) -> NoReturn:
         self._member.leave()

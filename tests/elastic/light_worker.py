@@ -123,6 +123,10 @@ class Job:
         versions = exchange(version)
         return versions.index(max(versions)), max(versions)
 
+    def confirm_state(self) -> None:
+        assert member is not None
+        member.confirm_state()
+
     def leave(self) -> NoReturn:
         assert member is not None
         member.leave()

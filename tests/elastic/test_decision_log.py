@@ -21,6 +21,7 @@ from horovod.common.generations.decisions import (
     met_key,
     parse_answer,
     ready_key,
+    received_key,
     seen_key,
 )
 from horovod.common.store import MemoryStore
@@ -71,6 +72,19 @@ def test_the_reason_is_what_happened_since_the_last_and_who_joins():
     assert decision.lost == ("w1",)
     assert state.causes == []
     assert log.announce(proposal(0, 2, 3, kind="added", added=(3,))).reason == "w3 on b joins"
+
+
+def test_a_decision_after_which_nothing_has_happened_has_a_reason_too():
+    state = JobState()
+    log = DecisionLog(state, MemoryStore())
+    first = proposal(0, 1)
+    assert log.announce(first).reason == "the job begins"
+    state.alive = {worker.number: worker for worker in first.members}
+    state.placed_workers = frozenset(state.alive)
+    removed = log.announce(proposal(1, kind="removed"))
+    assert removed.reason == "no slot is offered any more for w0 (rank 0, a)"
+    asked = log.announce(proposal(0, 1, kind="failure"))
+    assert asked.reason == "workers wait for others that have finished"
 
 
 def test_nobody_is_moved_who_has_just_chosen_a_device():
@@ -126,6 +140,7 @@ def test_the_end_has_no_places_and_is_said_only_to_a_job_that_had_begun():
         (seen_key(3, "w0"), "seen", 3, "w0"),
         (broken_key(10, "w1"), "broken", 10, "w1"),
         (formed_key(7), "formed", 7, ""),
+        (received_key("w4"), "received", 0, "w4"),
         (leaving_key("w4"), "leaving", 0, "w4"),
         (done_key("w4"), "done", 0, "w4"),
     ],

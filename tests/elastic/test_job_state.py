@@ -149,6 +149,20 @@ def test_who_joins_in_another_slot_exchanges_it_with_the_process_there():
     assert state.alive[0].index == 0
 
 
+def test_who_was_left_out_counts_when_all_others_are_lost():
+    state = placed("a", "b")
+    old, heir = state.alive.values()
+    put(state, [heir.number], 2)
+    old.has_state = heir.has_state = True
+    assert state.members() == [heir]
+    state.note_failure(heir, -9)
+    assert state.members() == [old]
+    state.finishing = True
+    assert state.members() == []
+    state.finishing, old.is_leaving = False, True
+    assert state.members() == []
+
+
 def test_an_exit_has_the_rank_that_the_worker_knew():
     state = placed("a", "a")
     process = state.alive[1]
@@ -187,7 +201,7 @@ def test_hosts_for_new_workers_are_those_that_are_not_blacklisted():
 
 def test_a_decision_takes_the_causes_along_and_answers_whoever_asked():
     state = placed("a")
-    state.mark_formed()
+    state.mark_formed(1)
     state.causes.append("a test")
     state.decision_requested = True
     put(state, [0], 2)
@@ -201,13 +215,13 @@ def test_a_decision_takes_the_causes_along_and_answers_whoever_asked():
     first = state.forming_since
     put(state, [0], 3)
     assert state.forming_since == first, "it has not ended"
-    state.mark_formed()
+    state.mark_formed(3)
     assert not state.forming_since
 
 
 def test_a_generation_that_meets_again_by_itself_is_a_wait_as_well():
     state = placed("a", "a")
-    state.mark_formed()
+    state.mark_formed(1)
     state.note_entry(state.alive[0], 1, 0)
     assert not state.forming_since
     state.note_entry(state.alive[0], 1, 1)
@@ -262,13 +276,16 @@ def test_who_left_early_is_named_when_others_failed_because_of_it():
 
 def test_beginning_anew_is_counted_until_workers_meet():
     state = placed("a")
-    state.mark_formed()
+    state.mark_formed(1)
     for expected in (0, 1, 2):
         state.note_failure(state.add_process("a"), -9)
         state.begin_anew()
         assert (state.failures, state.fruitless_starts) == ([], expected), "the first had met"
-    state.mark_formed()
-    assert state.fruitless_starts == 0
+    put(state, list(state.alive), 2)
+    put(state, list(state.alive), 3)
+    state.mark_formed(2)
+    assert (state.fruitless_starts, state.have_met, state.last_formed) == (0, True, 2)
+    assert not state.is_formed, "that was the one before"
 
 
 def test_who_is_awaited():
@@ -280,7 +297,7 @@ def test_who_is_awaited():
     put(state, [0, 1], 1)
     state.note_entry(workers[0], 1, 0)
     assert state.describe_awaited([]) == "forming with 2 ranks, waiting for w1 (rank 1, b)"
-    state.mark_formed()
+    state.mark_formed(1)
     assert state.describe_awaited([]) == ""
     put(state, [0], 2)
     assert state.describe_awaited([]) == "re-forming with 1 rank, waiting for w0 (rank 0, a)"

@@ -117,7 +117,7 @@ def test_nobody_waits_for_a_worker_that_has_finished(job: Parts):
 
 
 def test_a_generation_that_has_met_does_not_miss_who_has_finished(job: Parts):
-    job.state.mark_formed()
+    job.state.mark_formed(job.state.number)
     job.state.alive[0].entered = (1, 0)
     job.liveness.note_finish()
     assert not job.state.decision_requested

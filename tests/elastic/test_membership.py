@@ -23,6 +23,7 @@ from horovod.common.generations.decisions import (
     leaving_key,
     met_key,
     ready_key,
+    received_key,
     seen_key,
 )
 from horovod.common.generations.membership import WORKER_ID, Membership, is_elastic
@@ -185,6 +186,25 @@ def test_a_worker_that_was_moved_gives_up_its_first_generation(newer: str, numbe
     assert member.holds_state
 
 
+def test_a_worker_says_once_that_it_has_the_state_and_again_if_that_failed():
+    class Store(MemoryStore):
+        tries = 0
+
+        def set(self, key: str, value: bytes) -> None:
+            self.tries += 1
+            if self.tries == 1:
+                raise ConnectionError("nobody answers")
+            super().set(key, value)
+
+    store = Store()
+    member = Membership(store, "w1")
+    member.confirm_state()
+    assert store.try_get(received_key("w1")) is None
+    member.confirm_state()
+    member.confirm_state()
+    assert (store.try_get(received_key("w1")), store.tries) == (b"", 2)
+
+
 def test_a_world_that_broke_without_a_decision_is_tried_again():
     """Also by a worker that comes late: it finds the attempt that the others are in."""
     store = MemoryStore()
@@ -213,9 +233,64 @@ def test_a_worker_without_a_place_ends():
     publish(store, decision(2, "w0", "removed"))
     assert member.generation is not None
     member.generation.close()
+    store.set(formed_key(2), b"")
     with pytest.raises(SystemExit) as end:
         member.form(lambda: None, 30)
     assert end.value.code == 0
+    assert store.try_get(leaving_key("w1")) == b"", "it is no member, whatever happens now"
+
+
+def test_a_worker_without_a_place_comes_back_if_the_others_are_lost_before_they_meet():
+    store = MemoryStore()
+    publish(store, decision(1, "w1 w0", "start"))
+    member = Membership(store, "w1")
+    member.form(lambda: member.generation and member.generation.mark_formed(), 30)
+    publish(store, decision(2, "w0", "removed"))
+    assert member.generation is not None
+    member.generation.close()
+    with ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(member.form, lambda: meet(member), 30)
+        store.get(heard_key(2, "w1"), 30)
+        publish(store, decision(3, "w1", "failure", "w0"))
+        forming.result(timeout=30)
+    assert member.generation is not None
+    assert member.generation.decision.number == 3
+
+
+def test_a_worker_without_a_place_whose_connection_breaks_as_it_says_so_says_it_again():
+    class Store(MemoryStore):
+        tries = 0
+
+        def set(self, key: str, value: bytes) -> None:
+            self.tries += key == leaving_key("w1")
+            if key == leaving_key("w1") and self.tries == 1:
+                raise ConnectionResetError("by the peer")
+            super().set(key, value)
+
+    store = Store()
+    publish(store, decision(1, "w1", "start"))
+    member = Membership(store, "w1")
+    member.form(lambda: meet(member), 30)
+    assert member.generation is not None
+    member.generation.close()
+    publish(store, decision(2, "w0", "removed"))
+    store.set(formed_key(2), b"")
+    with pytest.raises(SystemExit) as end:
+        member.form(lambda: None, 30)
+    assert (end.value.code, store.try_get(leaving_key("w1"))) == (0, b"")
+
+
+def test_a_worker_without_a_place_that_is_told_to_leave_does_not_wait_for_the_others():
+    store = MemoryStore()
+    publish(store, decision(1, "w1", "start"))
+    member = Membership(store, "w1")
+    member.form(lambda: meet(member), 30)
+    publish(store, decision(2, "w0", "removed"))
+    assert member.generation is not None
+    member.generation.close()
+    member.leaving = True
+    with pytest.raises(SystemExit):
+        member.form(lambda: None, 30)
 
 
 def test_a_new_worker_waits_for_its_place():

@@ -189,12 +189,16 @@ def test_the_state_is_handed_over_before_its_last_holder_goes():
     first = make_plan(view, limits).proposal
     assert first is not None
     assert [worker.number for worker in first.members] == [0, 1]
-    both = [member(0, "a"), member(1, "b", joined=2)]
-    meeting = running(*both, hosts={"b": 1}, number=2, is_formed=False, last_formed=1)
+    old = dataclasses.replace(member(0, "a"), has_state=True)
+    heir = member(1, "b", joined=2)
+    meeting = running(old, heir, hosts={"b": 1}, number=2, is_formed=False, last_formed=1)
     assert make_plan(meeting, limits) == ElasticPlan()
     again = moment(meeting, number=3)  # worker 1 has met nobody yet, in two decisions
     assert make_plan(again, limits) == ElasticPlan()
-    then = make_plan(moment(meeting, is_formed=True), limits).proposal
+    met = moment(meeting, is_formed=True, last_formed=2)
+    assert make_plan(met, limits) == ElasticPlan(), "it has met the other, but not its state"
+    received = [old, dataclasses.replace(heir, has_state=True)]
+    then = make_plan(moment(met, workers=received), limits).proposal
     assert then is not None
     assert [worker.number for worker in then.members] == [1]
 
@@ -225,7 +229,10 @@ def views(draw: st.DrawFn) -> tuple[JobState, Limits]:
         host = draw(st.sampled_from(HOSTS))
         if number and draw(st.booleans()):
             joined = draw(st.integers(1, number))
-            workers.append(Process(identity, host, joined=joined, seat=identity))
+            has_state = draw(st.booleans())
+            workers.append(
+                Process(identity, host, joined=joined, seat=identity, has_state=has_state)
+            )
         else:
             ready = draw(st.none() | st.floats(90, 100))
             workers.append(Process(identity, host, ready_at=ready))

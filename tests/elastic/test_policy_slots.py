@@ -46,7 +46,7 @@ class Job:
             state.assign_ranks(plan.proposal.members, {w: p.rank for w, p in self.places.items()})
             for worker, place in self.places.items():
                 self.first.setdefault(worker, place)
-            state.mark_formed()
+            state.mark_formed(state.number)
         for host in plan.start:
             process = state.add_process(host)
             process.pid = 1 << 30  # it has started, though no process can have that number

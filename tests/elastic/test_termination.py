@@ -286,7 +286,7 @@ def test_workers_lost_again_and_again(tmp_path: Path, meets: bool):
             processes = job.start("a", "b")
             job.decide(*job.state.alive)
             if meets:
-                job.state.mark_formed()
+                job.state.mark_formed(job.state.number)
             for process in processes:
                 job.failures.failed(process, -signal.SIGKILL)
             endings.append(look(job, 0.0).ending)

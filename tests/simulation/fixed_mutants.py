@@ -98,8 +98,8 @@ FIXED_MUTANTS = (
         "a rank that names one at a cut link is blamed in place of it",
         "past",
         _REPORT,
-        "        if failure is None:\n            return None\n        # The ranks at both",
-        "        return first_to_fail(self.failures)\n        # The ranks at both",
+        "        if failure is None:\n            return None\n",
+        "        return first_to_fail(self.failures)\n",
     ),
     Mutant(
         "a rank that waited is blamed in place of one that hung for a while",

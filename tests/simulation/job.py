@@ -56,6 +56,7 @@ from tests.simulation.world import World
 
 HEAD = "head"
 _LONGEST_HANG = 900.0
+_MOMENT = 1.0  # in which a worker that has handed over its state ends, whatever happens elsewhere
 _OUT_OF_REACH = frozenset(
     (
         *("cut", "cut towards the launcher", "cut from the launcher", "cut from everything"),
@@ -64,8 +65,9 @@ _OUT_OF_REACH = frozenset(
 )
 _GHOST = "ghost"  # a host that discovery may offer and that is not there
 
+_LOST_AGAIN = "all workers were lost again before they could begin"
 _LEGITIMATE = (
-    "all workers were lost again before they could begin",
+    _LOST_AGAIN,
     "all workers have left, as they were told to",
     "had finished training, and then failed: lost with its host",
 )
@@ -100,6 +102,9 @@ class Cluster:
         self._unheard: list[Process] = []  # agents that were stopped before their first word
         self._told: set[str] = set()  # workers that were told to leave, and do so even if last
         self._given_up: set[str] = set()  # workers that are lost, as the launcher says
+        self._last_lost = ""  # of these
+        self._placed: dict[int, set[str]] = {}  # workers by decision
+        self._known_to_have_met: set[str] = set()  # workers of which the launcher has heard it
         self._stops: list[Fault] = []  # of workers that will be ready
         self.trained: set[str] = set()  # workers that have been in a generation
         self.moments: list[tuple[str, str]] = []
@@ -169,6 +174,8 @@ class Cluster:
         # Who is lost while others have finished may have had something left to do: a failure.
         elif self.status != 0 and not self.finished and not self._may_end_so():
             self.breach(f"the job failed with status {self.status}: {self.ending!r}")
+        if _LOST_AGAIN in self.ending and self._last_lost in self._known_to_have_met:
+            self.breach(f"{self.ending}: {self._last_lost} had met others, as the launcher knew")
         self.deadlines.check_end(self.status, self.ending)
         for loss in self._losses:
             self._check_loss(*loss)
@@ -347,10 +354,13 @@ class Cluster:
         if event == "decision":
             self._phase = "waiting" if details["too_few"] else "forming"
             self.decisions.append(details["kind"] + " (too few)" * details["too_few"])
+            self._placed[details["number"]] = set(details["workers"])
         elif event == "formed":
             self._phase = "training"
+            self._known_to_have_met |= self._placed[details["decision"]]
         elif event == "failed":
-            self._given_up.add(details["worker"])
+            self._last_lost = details["worker"]
+            self._given_up.add(self._last_lost)
         elif event == "ready" and self._stops:
             self._stop(self.workers[details["worker"]], self._stops.pop(0))
         elif event in ("done", "end"):
@@ -393,6 +403,10 @@ class Cluster:
             self.world.note("all hosts and the disk lose their power")
             self.world.later(0.001, lambda: self._lose_everything(fault))
 
+    def note_received(self, worker: str, step: int) -> None:
+        """Note that a worker has the state, before it begins: all ranks have it."""
+        self._holders.setdefault(step, set()).add(worker)
+
     def check_begin(self, worker: str, step: int) -> None:
         if step < self._step_on_disk:
             self.breach(f"{worker} begins at step {step}, though {self._step_on_disk} was on disk")
@@ -405,16 +419,25 @@ class Cluster:
         if step < newest:  # it is lost
             holders = [self.workers[name] for name in sorted(self._holders[newest])]
             begin = f"{worker} begins at step {step}, and step {newest}"
+            excused = {each.name for each in self.hanging} | self._told | self._given_up
+            living = [each.name for each in holders if not each.is_gone]
+            if not excused.issuperset(living):
+                self.breach(f"{begin} was the state of {', '.join(living)}, which still lives")
             self._check_loss(begin, holders)
             self._losses.append((begin, holders))  # some may live, and leave later
             self._holders = {at: who for at, who in self._holders.items() if at <= step}
 
     def _check_loss(self, begin: str, holders: list[Process]) -> None:
-        """Check that not all workers that had a state have left in order, by themselves."""
+        """Check that not all workers that had a state have left in order, by themselves.
+
+        Those that leave while others have it too have handed it over, also if these are lost later.
+        """
         excused = self._told | self._given_up
-        if all(holder.code == 0 and holder.name not in excused for holder in holders):
-            names = ", ".join(holder.name for holder in holders)
-            self.breach(f"{begin} was the state of {names}, which ended in order")
+        left = [each for each in holders if each.code == 0 and each.name not in excused]
+        lost = max((each.ended for each in holders if each not in left), default=0.0)
+        last = [each.name for each in left if each.ended > lost + _MOMENT]
+        if last and all(each.is_gone for each in holders):
+            self.breach(f"{begin} was the state of {', '.join(last)}, which ended in order")
 
 
 class WorkerTools(Tools):
@@ -471,6 +494,9 @@ class WorkerTools(Tools):
         self._cluster.check_device(generation, self.process, topology.local_rank)
         self._cluster.formed.add(generation)
         self._cluster.trained.add(self.name)
+
+    def received(self, step: int) -> None:
+        self._cluster.note_received(self.name, step)
 
     def begins(self, version: int, step: int) -> None:
         self.note(f"begins at step {step}")

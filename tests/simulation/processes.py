@@ -109,7 +109,7 @@ class Process:
         self.environ = dict(environ)
         self.command: list[str] = []
         self.started = self.world.now
-        self.is_gone = False
+        self.is_gone, self.ended = False, 0.0
         self.is_stopped = False
         self.is_subreaper = False
         self.code: int | None = None
@@ -232,7 +232,7 @@ class Process:
             sock.ask_peer()
 
     def _vanish(self) -> None:
-        self.is_gone = True
+        self.is_gone, self.ended = True, self.world.now
         self.host.processes.remove(self)
         self.world.forget(self)
 

@@ -27,6 +27,10 @@ from horovod.torch.elastic.state import TorchState
 class State(TorchState):
     """A state that tells the simulation what was committed."""
 
+    def sync(self) -> None:
+        super().sync()
+        simulated.received(self.step)
+
     def on_commit(self) -> None:
         super().on_commit()
         simulated.committed(self._version, self.step)

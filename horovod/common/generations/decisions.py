@@ -71,6 +71,14 @@ def met_key(worker: str) -> str:
     return f"elastic/met/{worker}"
 
 
+def received_key(worker: str) -> str:
+    """Return the key that a worker sets when it has the state that all ranks began with.
+
+    From then on other workers that have the state may leave.
+    """
+    return f"elastic/received/{worker}"
+
+
 def leaving_key(worker: str) -> str:
     """Return the key that a worker sets when it leaves on purpose, after its commit."""
     return f"elastic/leaving/{worker}"
@@ -82,7 +90,7 @@ def done_key(worker: str) -> str:
 
 
 _ANSWER = re.compile(
-    r"elastic/(ready|heard|seen|broken|formed|met|leaving|done)(?:/(\d+))?(?:/(w\d+))?"
+    r"elastic/(ready|heard|seen|broken|formed|met|received|leaving|done)(?:/(\d+))?(?:/(w\d+))?"
 )
 
 

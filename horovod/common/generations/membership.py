@@ -35,9 +35,11 @@ from horovod.common.generations.decisions import (
     broken_key,
     decision_key,
     done_key,
+    formed_key,
     heard_key,
     leaving_key,
     ready_key,
+    received_key,
     seen_key,
 )
 from horovod.common.generations.generation import Generation, first_open_attempt
@@ -53,6 +55,7 @@ _WATCH_SLICE = 10.0  # seconds after which the watcher notices a silent driver
 _MOMENT = 1.0  # seconds for the driver to notice what broke a generation before it is tried again
 _CONNECT_SECONDS = 10.0  # to reach the driver, which is there before its workers
 _LAST_WORDS = 5.0  # seconds to end in order once the driver is gone
+_FAREWELL = 30.0  # seconds for others to meet before a worker leaves that has the state
 _MOST_FRUITLESS = 3  # generations of one decision that may break before anything was committed
 
 
@@ -86,6 +89,7 @@ class Membership:
         self._finished = False
         self._has_lost_driver = False
         self._had_slot = False  # whether a decision so far had a slot for it
+        self._has_confirmed = False  # whether the driver knows that this worker has the state
 
     @property
     def newest(self) -> Decision:
@@ -161,6 +165,8 @@ class Membership:
             if self.may_leave:
                 self.leave()
             if slot is None and (self._had_slot or decision.is_final):
+                if not self._may_go(decision):
+                    continue
                 self._finished = True
                 logger.warning(
                     "worker %s ends: it has no place in the job any more (%s)",
@@ -184,6 +190,26 @@ class Membership:
                 if self._newest is decision:
                     self.generation = generation
                     return generation
+
+    def _may_go(self, decision: Decision) -> bool:
+        """Return whether this worker may end, after a decision that has no slot for it.
+
+        If it has the state, it first waits until the others have met without it: until then all of
+        them may be lost, and a newer decision have a slot for it. It then tells the driver.
+        """
+        if not self.holds_state or decision.is_final:
+            return True
+        number, deadline = decision.number, time.monotonic() + _FAREWELL
+        keys, found = [decision_key(number + 1), formed_key(number)], ""
+        with contextlib.suppress(ConnectionError):  # the watcher finds out whether that is for good
+            while not (found or self.leaving or decision.too_few) and time.monotonic() < deadline:
+                with contextlib.suppress(TimeoutError):
+                    found, _ = self.store.get_any(keys, _MOMENT)
+            if found != keys[0]:
+                self.store.set(leaving_key(self.worker_id), b"")
+                return True
+        self._await_next(number)
+        return False
 
     def _choose(self) -> Decision:
         """Return the newest decision, after a moment in which the next one may appear.
@@ -222,6 +248,13 @@ class Membership:
             if times >= _MOST_FRUITLESS and self.unrecoverable is None:
                 self.unrecoverable = f"failed {times} times before anything was committed"
         return self.unrecoverable is None
+
+    def confirm_state(self) -> None:
+        """Tell the driver, once, that this worker has the state; if that fails, try next time."""
+        if not self._has_confirmed:
+            with contextlib.suppress(OSError):
+                self.store.set(received_key(self.worker_id), b"")
+                self._has_confirmed = True
 
     def report_broken(self, generation: Generation, error: Exception) -> None:
         """Tell the driver, for its status file, why this worker cannot go on in a generation."""

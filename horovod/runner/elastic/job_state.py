@@ -62,6 +62,7 @@ class Process:
     heard: int = 0  # the newest decision that its process knows
     entered: tuple[int, int] = (0, 0)  # decision and attempt of the last generation that it entered
     has_met: bool = False  # its first generation has formed, and it chooses a device by its slot
+    has_state: bool = False  # whether it has received the state of the others, or begun with it
     is_done: bool = False  # its training function has returned
     is_leaving: bool = False
     is_dismissed: bool = False  # we told it to end, so its exit code means nothing
@@ -177,10 +178,13 @@ class JobState:
         return [*self.members(), *self.newcomers()]
 
     def members(self) -> list[Process]:
-        """Return the workers of the newest decision that are alive and stay."""
-        return [
-            p for p in self.alive.values() if p.number in self.placed_workers and not p.is_ending
-        ]
+        """Return the workers of the newest decision that are alive and stay.
+
+        If all of them are lost, those count that it has left out, have the state and still live.
+        """
+        staying = [p for p in self.alive.values() if not p.is_ending]
+        placed = [p for p in staying if p.number in self.placed_workers]
+        return placed or [p for p in staying if p.has_state and not self.is_over]
 
     def newcomers(self) -> list[Process]:
         """Return the workers that are alive and not in any decision so far."""
@@ -191,13 +195,11 @@ class JobState:
         """Return the workers that are alive on a host."""
         return [p for p in self.alive.values() if p.host == host]
 
-    def has_state(self, process: Process) -> bool:
-        """Return whether a worker has the state: it was in a generation that has formed."""
-        return process.joined is not None and (self.is_formed or process.joined <= self.last_formed)
-
     def keeps_slot(self, process: Process) -> bool:
-        """Return whether a worker may have chosen a device by its slot."""
-        return process.has_met or self.has_state(process)
+        """Return whether a worker may have chosen a device by its slot, after it met others."""
+        if process.has_met or process.joined is None:
+            return process.has_met
+        return self.is_formed or process.joined <= self.last_formed
 
     def unresponsive_workers(self, number: int) -> list[Process]:
         """Return the workers that do not know decision `number` yet; they soon count as lost.
@@ -281,12 +283,16 @@ class JobState:
         if attempt and number == self.number:
             self.forming_since = self.forming_since or time.monotonic()
 
-    def mark_formed(self) -> None:
-        """Note that the workers of the newest decision have formed a generation."""
-        self.is_formed = self.have_met = True
-        self.last_formed = self.number
-        self.forming_since, self.fruitless_starts = 0.0, 0
-        self.failures.clear()
+    def mark_formed(self, number: int) -> None:
+        """Note that the workers of a decision have formed a generation.
+
+        If a newer decision was made meanwhile, they have met all the same.
+        """
+        self.have_met, self.fruitless_starts = True, 0
+        self.last_formed = max(self.last_formed, number)
+        if number == self.number:
+            self.is_formed, self.forming_since = True, 0.0
+            self.failures.clear()
 
     def remove(self, process: Process) -> None:
         """Remove a process that is gone."""

@@ -11,10 +11,11 @@ new decision calls all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from horovod.common.generations.decisions import LATEST, Decision, decision_key, met_key
 from horovod.common.store import MemoryStore
+from horovod.common.topology import Slot
 from horovod.observe.reports.amounts import join_words
 from horovod.runner.elastic import policy
 from horovod.runner.elastic.failures import Failures
@@ -48,7 +49,7 @@ class DecisionLog:
         decision = Decision(
             state.number + 1,
             {name_of(worker): slot for worker, slot in slots.items()},
-            "; ".join(causes) or "the job begins",
+            "; ".join(causes) or self._explain(slots),
             proposal.kind,
             names(proposal.lost),
             proposal.min_np,
@@ -56,6 +57,15 @@ class DecisionLog:
         before = {member.number: member.index for member in state.members()}
         moved = [w.number for w in proposal.members if before.get(w.number, w.index) != w.index]
         return self._publish(decision, map(met_key, names(moved)))
+
+    def _explain(self, slots: Mapping[int, Slot]) -> str:
+        """Return the reason for a decision before which nothing happened to workers or hosts."""
+        if not self._state.number:
+            return "the job begins"
+        left = [str(member) for member in self._state.members() if member.number not in slots]
+        if left:
+            return f"no slot is offered any more for {join_words(left)}"
+        return "workers wait for others that have finished"
 
     def announce_the_end(self) -> None:
         """Publish a decision without workers, so that none waits for others while all end."""

@@ -169,6 +169,9 @@ class Inbox:
             status.note("broken", worker=worker, decision=number, why=why.decode(errors="replace"))
         elif kind == "met":
             process.has_met = True
+        elif kind == "received":
+            status.note("received", worker=worker)
+            process.has_state = True
         elif kind == "done" and not process.is_done:
             status.note("done", worker=worker)
             process.is_done = True
@@ -178,6 +181,8 @@ class Inbox:
             process.is_leaving = True
             if process.number in self._state.placed_workers:
                 self._state.departed_workers.append(process.number)
+            elif process.joined is not None:  # a decision has left it out, and it has handed over
+                return True
             self._manager.give_back(process.host)
             self._state.causes.append(f"{process} leaves, as it was told to")
         return kind not in ("heard", "seen", "broken")
@@ -191,8 +196,6 @@ class Inbox:
             seconds = now - (state.forming_since or now)
             text = f"re-formed with {count_of(ranks, 'rank')} in {seconds:.1f} s"
             self._status.announce(text, "formed", decision=number, ranks=ranks, seconds=seconds)
-        if number == state.number:
-            state.mark_formed()
+        state.mark_formed(number)
+        if state.is_formed:
             self._decisions.forget_old()
-        else:  # a newer decision was made meanwhile: its older workers have the state
-            state.last_formed = max(state.last_formed, number)

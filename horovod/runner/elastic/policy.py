@@ -17,8 +17,9 @@ The rules, in the order of their importance:
   fewer than `min_np` workers the survivors keep their state and wait for others.
 - A host that is not offered any more, or offers fewer slots, loses its youngest workers. A
   blacklisted host gets no new workers, and loses the ones it has if enough others are left. The
-  last workers that have the state stay until others have received it; before a generation has
-  formed, the oldest workers count as those that have it.
+  last workers that have the state stay until others have said that they received it; before any has
+  said so, the oldest workers count as those that have it. If all workers of a decision are lost,
+  those that it left out count again, while they live (`JobState.members`).
 - Once a worker has finished, no worker is added or replaced: those that are left finish. If that
   happens before the first decision, workers that call `init` later begin without it.
 """
@@ -144,10 +145,10 @@ def _members_to_keep(state: JobState, members: Sequence[Process], limits: Limits
     sound = _fit_into(members, state.usable)
     tolerated = _fit_into(members, state.hosts)
     stay = sound if len(sound) >= limits.min_np else tolerated
-    # Until the driver knows that a generation has formed, that of this decision or of an earlier
-    # one may just be forming. The oldest members are in all of these.
+    # Until a worker has said that it has the state, the generation of this decision or of an
+    # earlier one may just be forming. The oldest members are in all of these.
     oldest = [worker for worker in members if worker.joined == members[0].joined]
-    holders = [worker for worker in members if state.has_state(worker)] or oldest
+    holders = [worker for worker in members if worker.has_state] or oldest
     if any(worker in stay for worker in holders):
         return stay
     return list(members)  # those that have the state must first hand it over
