@@ -8,11 +8,11 @@ hour of waiting costs nothing.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from collections.abc import Callable
 from functools import partial
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -63,20 +63,22 @@ class World:
     def __init__(self, seed: int, modules: Library) -> None:
         self.modules = modules
         modules.begin(self)
-        self.has_stopped = False  # whether a process or thread was ever stopped
+        self.stopped: set[object] = set()  # processes and threads that do not run now
         self.random = random.Random(seed)
         self.now = 1000.0
         self.hub = getcurrent()
+        self._wait = self.hub.switch
         self.current: Task | None = None
         self.events: list[tuple[float, str]] = []
         self.switches = 0
         self.on_spin: Callable[[str], None] = lambda problem: None
         self._switches_before = 0  # until all threads waited for the last time
+        self._draw = self.random.random
         self._preemption = self.random.choice([0.0, 0.02, 0.2])
         self._pauses = 0  # since another thread ran
         self._runnable: list[Task] = []
         self._tasks: list[Task] = []
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
 
     # -- what happens -------------------------------------------------------------------------
@@ -89,41 +91,38 @@ class World:
         """Return a number that nothing else has."""
         return next(self._numbers)
 
-    def later(self, seconds: float, call: Callable[[], None]) -> None:
+    def later(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
         """Call back after this much virtual time, outside of any simulated thread."""
-        heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), call))
+        heappush(self._timers, (self.now + seconds, next(self._numbers), call, arguments))
 
     def run(self, is_over: Callable[[], bool], limit: float) -> bool:
         """Let things happen until `is_over`; return False if nothing can, or time is up."""
         end = self.now + limit
         timers, draw_bits = self._timers, self.random.getrandbits
         while not is_over():
-            if timers and timers[0][0] <= self.now:
-                heapq.heappop(timers)[2]()
-                continue
-            candidates = self._runnable
-            if self.has_stopped:
-                candidates = [
-                    task
-                    for task in candidates
-                    if not task.process.is_stopped and not task.is_frozen
-                ]
-            if candidates:
-                count = len(candidates)
-                index = draw_bits(count.bit_length())  # `randrange`, in half of its time
-                while index >= count:
-                    index = draw_bits(count.bit_length())
-                task = candidates[index]
-                if candidates is self._runnable:
-                    del candidates[index]
-                else:
+            if not timers or timers[0][0] > self.now:
+                candidates = self._runnable
+                if self.stopped:
+                    candidates = [
+                        task
+                        for task in candidates
+                        if not task.process.is_stopped and not task.is_frozen
+                    ]
+                if candidates:
+                    count = len(candidates)
+                    index = draw_bits(count.bit_length())  # `randrange`, in half of its time
+                    while index >= count:
+                        index = draw_bits(count.bit_length())
+                    task = candidates[index]
                     self._runnable.remove(task)
-                self._switch_to(task)
-            elif timers and timers[0][0] <= end:
-                self.now = max(self.now, timers[0][0])
+                    self._switch_to(task)
+                    continue
+                if not timers or timers[0][0] > end:
+                    return False
+                self.now = timers[0][0]
                 self._switches_before = self.switches
-            else:
-                return False
+            _, _, call, arguments = heappop(timers)
+            call(*arguments)
         return True
 
     def close(self) -> None:
@@ -141,7 +140,8 @@ class World:
         self._pauses = 0
         self.now += _SWITCH_SECONDS
         self.current = task
-        self.modules.enter(task.process)
+        if self.modules.owner is not task.process:
+            self.modules.enter(task.process)
         try:
             task.greenlet.switch()
         finally:
@@ -185,11 +185,11 @@ class World:
         if task is None or task.process.is_gone:
             task = self.running()
         self._pauses += 1
-        if self._pauses > _MOST_PAUSES or (
-            self._preemption and self.random.random() < self._preemption
-        ):
+        if self._pauses > _MOST_PAUSES or (self._preemption and self._draw() < self._preemption):
             self._runnable.append(task)
-            self._leave(task)
+            self._wait()
+            if task.process.is_gone:
+                raise GreenletExit
 
     def park(self, reason: object, seconds: float | None = None) -> bool:
         """Wait until `wake`; return False if that does not come within this time."""
@@ -198,27 +198,24 @@ class World:
         task._is_parked, task._was_woken = True, False
         task.waiting_for = reason
         if seconds is not None:
-            number = task._wake_number
-            self.later(max(0.0, seconds), lambda: self._resume(task, number, is_woken=False))
-        self._leave(task)
+            self.later(seconds if seconds > 0.0 else 0.0, self._time_out, task, task._wake_number)
+        self._wait()
+        if task.process.is_gone:
+            raise GreenletExit
         task.waiting_for = ""
         return task._was_woken
 
     def wake(self, task: Task) -> None:
         """Let a thread go on, if it is parked."""
-        self._resume(task, task._wake_number, is_woken=True)
+        if task._is_parked and not task.process.is_gone:
+            task._is_parked, task._was_woken = False, True
+            self._runnable.append(task)
 
     def forget(self, process: Process) -> None:
         """Never run a thread of this process again."""
         self._runnable = [task for task in self._runnable if task.process is not process]
 
-    def _resume(self, task: Task, number: int, *, is_woken: bool) -> None:
-        is_waiting = task._is_parked and number == task._wake_number
-        if is_waiting and not task.process.is_gone and not task.is_done:
-            task._is_parked, task._was_woken = False, is_woken
+    def _time_out(self, task: Task, number: int) -> None:
+        if task._is_parked and number == task._wake_number and not task.process.is_gone:
+            task._is_parked = False
             self._runnable.append(task)
-
-    def _leave(self, task: Task) -> None:
-        self.hub.switch()
-        if task.process.is_gone:
-            raise GreenletExit
