@@ -67,7 +67,6 @@ class World:
         self.random = random.Random(seed)
         self.now = 1000.0
         self.hub = getcurrent()
-        self._wait = self.hub.switch
         self.current: Task | None = None
         self.events: list[tuple[float, str]] = []
         self.switches = 0
@@ -97,8 +96,25 @@ class World:
 
     def run(self, is_over: Callable[[], bool], limit: float) -> bool:
         """Let things happen until `is_over`; return False if nothing can, or time is up."""
-        end = self.now + limit
-        timers, draw_bits = self._timers, self.random.getrandbits
+        self._is_over, self._end = is_over, self.now + limit
+        while (task := self._next_task()) is not None:
+            task.greenlet.switch()
+        return is_over()
+
+    def close(self) -> None:
+        """End all threads that are left. Their code finds every simulated call refused."""
+        for task in self._tasks:
+            if not task.is_done:
+                task.process.is_gone = True
+                self.act(task, partial(task.greenlet.throw, GreenletExit))
+
+    def _next_task(self) -> Task | None:
+        """Let time pass until a thread can run, and return it; None at the end of `run`.
+
+        Threads that wait call this themselves: a switch leads from one to the next.
+        """
+        self.current = None
+        timers, draw_bits, is_over = self._timers, self.random.getrandbits, self._is_over
         while not is_over():
             if not timers or timers[0][0] > self.now:
                 candidates = self._runnable
@@ -115,40 +131,35 @@ class World:
                         index = draw_bits(count.bit_length())
                     task = candidates[index]
                     self._runnable.remove(task)
-                    self._switch_to(task)
-                    continue
-                if not timers or timers[0][0] > end:
-                    return False
+                    self._pauses = 0
+                    self.switches += 1
+                    if self.switches - self._switches_before > _MOST_SWITCHES:
+                        self._switches_before = self.switches
+                        who = f"{task.name} of {task.process}"
+                        self.on_spin(f"a thread does not wait: {who}, or another")
+                    self.now += _SWITCH_SECONDS
+                    self.current = task
+                    if self.modules.owner is not task.process:
+                        self.modules.enter(task.process)
+                    return task
+                if not timers or timers[0][0] > self._end:
+                    return None
                 self.now = timers[0][0]
                 self._switches_before = self.switches
             _, _, call, arguments = heappop(timers)
             call(*arguments)
-        return True
+        return None
 
-    def close(self) -> None:
-        """End all threads that are left. Their code finds every simulated call refused."""
-        for task in self._tasks:
-            if not task.is_done:
-                task.process.is_gone = True
-                self.act(task, partial(task.greenlet.throw, GreenletExit))
-
-    def _switch_to(self, task: Task) -> None:
-        self.switches += 1
-        if self.switches - self._switches_before > _MOST_SWITCHES:
-            self._switches_before = self.switches
-            self.on_spin(f"a thread does not wait: {task.name} of {task.process}, or another")
-        self._pauses = 0
-        self.now += _SWITCH_SECONDS
-        self.current = task
-        if self.modules.owner is not task.process:
-            self.modules.enter(task.process)
-        try:
-            task.greenlet.switch()
-        finally:
-            self.current = None
+    def _wait(self, task: Task) -> None:
+        """Let others run, until it is this thread's turn."""
+        chosen = self._next_task()
+        if chosen is not task:
+            (self.hub if chosen is None else chosen.greenlet).switch()
+        if task.process.is_gone:
+            raise GreenletExit
 
     def act(self, task: Task, call: Callable[[], Any]) -> None:
-        """Call something as a thread."""
+        """Call something that does not wait, as a thread."""
         before, self.current = self.current, task
         self.modules.enter(task.process)
         try:
@@ -187,9 +198,7 @@ class World:
         self._pauses += 1
         if self._pauses > _MOST_PAUSES or (self._preemption and self._draw() < self._preemption):
             self._runnable.append(task)
-            self._wait()
-            if task.process.is_gone:
-                raise GreenletExit
+            self._wait(task)
 
     def park(self, reason: object, seconds: float | None = None) -> bool:
         """Wait until `wake`; return False if that does not come within this time."""
@@ -199,9 +208,7 @@ class World:
         task.waiting_for = reason
         if seconds is not None:
             self.later(seconds if seconds > 0.0 else 0.0, self._time_out, task, task._wake_number)
-        self._wait()
-        if task.process.is_gone:
-            raise GreenletExit
+        self._wait(task)
         task.waiting_for = ""
         return task._was_woken
 
