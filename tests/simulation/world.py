@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.simulation.modules import Library
     from tests.simulation.processes import Process
 
+_NEVER = float("inf")
 _SWITCH_SECONDS = 2e-6
 """How long a thread runs before it waits again, in virtual time: loops that spin do end."""
 
@@ -46,7 +47,8 @@ class Task:
         self.is_done = False
         self.is_frozen = False  # never runs again
         self.waiting_for: object = ""  # for the story of a job that hangs
-        self._wake_number = 0  # the time limit of an earlier wait has no effect
+        self._limit = _NEVER, 0  # when its wait ends at the latest, and the number of that timer
+        self._alarm = _NEVER  # its first timer
         self._is_parked = False
         self._was_woken = False
         self.greenlet = greenlet(function, parent=world.hub)
@@ -203,11 +205,14 @@ class World:
     def park(self, reason: object, seconds: float | None = None) -> bool:
         """Wait until `wake`; return False if that does not come within this time."""
         task = self.running()
-        task._wake_number += 1
         task._is_parked, task._was_woken = True, False
         task.waiting_for = reason
-        if seconds is not None:
-            self.later(seconds if seconds > 0.0 else 0.0, self._time_out, task, task._wake_number)
+        if seconds is None:
+            task._limit = _NEVER, 0
+        else:
+            task._limit = self.now + max(0.0, seconds), next(self._numbers)
+            if task._limit[0] < task._alarm:
+                self._set_alarm(task)
         self._wait(task)
         task.waiting_for = ""
         return task._was_woken
@@ -222,7 +227,18 @@ class World:
         """Never run a thread of this process again."""
         self._runnable = [task for task in self._runnable if task.process is not process]
 
+    def _set_alarm(self, task: Task) -> None:
+        when, number = task._limit
+        task._alarm = when
+        heappush(self._timers, (when, number, self._time_out, (task, number)))
+
     def _time_out(self, task: Task, number: int) -> None:
-        if task._is_parked and number == task._wake_number and not task.process.is_gone:
-            task._is_parked = False
-            self._runnable.append(task)
+        """End a wait, or set the timer of a later one: most waits end early, and need none."""
+        if self.now >= task._alarm:
+            task._alarm = _NEVER
+        if task._is_parked and not task.process.is_gone:
+            if number == task._limit[1]:
+                task._is_parked = False
+                self._runnable.append(task)
+            elif task._limit[0] < task._alarm:
+                self._set_alarm(task)
