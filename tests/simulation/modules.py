@@ -14,7 +14,7 @@ import builtins
 import functools
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -308,9 +308,17 @@ def parse(name: str, patches: tuple[tuple[str, str], ...]) -> tuple[Path, ast.Mo
     return path, ast.parse(source)
 
 
+def _statements(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield statements and those inside of them: `ast.walk` looks at all expressions, too."""
+    for node in nodes:
+        yield node
+        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+            yield from _statements(getattr(node, field, ()))
+
+
 def find_rebound(tree: ast.Module) -> set[str]:
     """Return the names of a module's variables that its functions rebind."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    nodes = [node for node in _statements(tree.body) if isinstance(node, ast.Global)]
     return {name for node in nodes for name in node.names}
 
 
@@ -366,7 +374,7 @@ def _imports(name: str) -> frozenset[str]:
         return frozenset()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _statements(ast.parse(path.read_text(encoding="utf-8")).body):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
