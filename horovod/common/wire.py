@@ -95,7 +95,7 @@ class Message(NamedTuple):
 
 
 def _tag(keyed: hmac.HMAC, head: bytes, rest: bytes | memoryview) -> bytes:
-    """Return the HMAC of some bytes. `keyed` has taken the key: for short frames half of the work."""
+    """Return the HMAC of some bytes. `keyed` has taken the key, half of the work of a short frame."""
     mac = keyed.copy()
     mac.update(head)
     mac.update(rest)
@@ -245,10 +245,11 @@ class Session:
 
     def _establish(self) -> None:
         """Complete the handshake: from now on each direction has a key of its own."""
-        up, down = self._proof(b"client to server"), self._proof(b"server to client")
-        self._sender, self._receiver = (
-            hmac.new(key, digestmod="sha256") for key in ((down, up) if self._server else (up, down))
+        up, down = (
+            hmac.new(self._proof(label), digestmod="sha256")
+            for label in (b"client to server", b"server to client")
         )
+        self._sender, self._receiver = (down, up) if self._server else (up, down)
         self._key = b""  # not needed any more
         self.established = True
 
