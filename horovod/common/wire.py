@@ -95,7 +95,7 @@ class Message(NamedTuple):
 
 
 def _tag(keyed: hmac.HMAC, head: bytes, rest: bytes | memoryview) -> bytes:
-    """Return the HMAC of some bytes. `keyed` has taken the key, half of the work of a short frame."""
+    """Return the HMAC of some bytes. `keyed` has the key: for short frames half of the work."""
     mac = keyed.copy()
     mac.update(head)
     mac.update(rest)
