@@ -7,6 +7,7 @@ theirs to the driver. Which address others should use is in `addresses`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import ipaddress
 import os
@@ -19,6 +20,7 @@ def host_name() -> str:
     return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
 
+@functools.cache
 def boot_id() -> str:
     """Return an id that changes each time the kernel starts, and is the same in its containers."""
     with contextlib.suppress(OSError):

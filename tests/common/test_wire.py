@@ -191,7 +191,7 @@ def test_another_version_is_named_on_both_sides() -> None:
 def test_header_must_be_a_json_object(text: bytes) -> None:
     client, server = open_pair()
     lengths = struct.pack("!II", len(text), 0)
-    tag = wire._mac(client._send_key, struct.pack("!Q", 0), lengths, text)
+    tag = wire._tag(client._sender, struct.pack("!Q", 0), lengths + text)
     with pytest.raises(WireError, match="header is not"):
         server.feed(lengths + text + tag)
 

@@ -91,8 +91,9 @@ def _results(plans: list[Plan], processes: int) -> Iterator[Result]:
     if len(plans) == 1 or processes == 1:
         yield from map(_run, plans)
         return
+    yield _run(plans[0])  # here: the processes that run the others have its modules then
     with multiprocessing.get_context("fork").Pool(processes) as pool:
-        yield from pool.imap_unordered(_run, plans, chunksize=4)
+        yield from pool.imap_unordered(_run, plans[1:], chunksize=4)
 
 
 def _simulate(plans: list[Plan], processes: int) -> int:

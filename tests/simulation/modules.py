@@ -14,7 +14,7 @@ import builtins
 import functools
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,9 @@ class Library:
         self._rebound: list[tuple[int, dict[str, Any], str]] = []  # those that functions rebind
         self._objects: list[tuple[int, Any]] = []
         self._caches: list[Any] = []
-        self._replaced = {name: _Replaced(self, name) for name in (*REPLACED, *_INNER)}
+        self._replaced = {
+            name: type(name, (_Replaced,), {})(self, name) for name in (*REPLACED, *_INNER)
+        }
         self._builtins = {
             **vars(builtins),
             "__import__": self._import,
@@ -232,23 +234,22 @@ def library(patches: Patches) -> Library:
 
 
 class _Replaced:
-    """A system module: that of the process which runs now."""
+    """A system module: that of the process which runs now. Each has a class of its own."""
 
     def __init__(self, modules: Library, name: str) -> None:
         self._modules = modules
         self._name = name
         self._real = None if name == "simulated" else importlib.import_module(name)
-        self._own: set[str] = set()  # names that mean another object in every process
         if name == "time":  # asked for ten thousand times in a job
             self.monotonic = self._monotonic
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._modules.system[self._name], name)
-        if name not in self._own:
-            if value is getattr(self._real, name, self):  # not simulated: all processes share it
-                setattr(self, name, value)
-            else:
-                self._own.add(name)
+        modules, own = self._modules, self._name
+        value = getattr(modules.system[own], name)
+        if value is getattr(self._real, name, self):  # not simulated: all processes share it
+            setattr(self, name, value)
+        else:  # next time the class finds it, without an error first
+            setattr(type(self), name, property(lambda _: getattr(modules.system[own], name)))
         return value
 
     def _monotonic(self) -> float:
@@ -307,9 +308,17 @@ def parse(name: str, patches: tuple[tuple[str, str], ...]) -> tuple[Path, ast.Mo
     return path, ast.parse(source)
 
 
+def _statements(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """Yield statements and those inside of them: `ast.walk` looks at all expressions, too."""
+    for node in nodes:
+        yield node
+        for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+            yield from _statements(getattr(node, field, ()))
+
+
 def find_rebound(tree: ast.Module) -> set[str]:
     """Return the names of a module's variables that its functions rebind."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    nodes = [node for node in _statements(tree.body) if isinstance(node, ast.Global)]
     return {name for node in nodes for name in node.names}
 
 
@@ -365,7 +374,7 @@ def _imports(name: str) -> frozenset[str]:
         return frozenset()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _statements(ast.parse(path.read_text(encoding="utf-8")).body):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

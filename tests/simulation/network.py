@@ -134,12 +134,13 @@ class Socket:
         """Make one of this kind: a family, and a type that is SOCK_STREAM by default."""
         self._is_stream = kind[1:2] != (real_socket.SOCK_DGRAM,)
         self.process = process
+        self._world = process.world
         self.peer: Socket | None = None
         self.name: tuple[str, int] = ("", 0)
         self.backlog: deque[Socket] | None = None  # of one that listens
         self.is_closed = False
         self._fd = process.new_descriptor(self)
-        self._inbox = bytearray()
+        self._inbox = b""
         self._at_end = False  # the peer has said that nothing follows
         self._error: OSError | None = None
         self._timeout: float | None = None
@@ -161,8 +162,8 @@ class Socket:
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
         """Return the kernel's facts about a connection (TCP_INFO): whether the peer answers."""
         since = self._silent_since()
-        is_silent = since is not None and self.process.world.now - since > 1.0
-        milliseconds = int(1000 * (self.process.world.now - (since or 0.0))) if is_silent else 0
+        is_silent = since is not None and self._world.now - since > 1.0
+        milliseconds = int(1000 * (self._world.now - (since or 0.0))) if is_silent else 0
         return _TCP_INFO.pack(is_silent, is_silent, milliseconds)
 
     def settimeout(self, seconds: float | None) -> None:
@@ -222,15 +223,15 @@ class Socket:
 
     def recv(self, most: int, flags: int = 0) -> bytes:
         self._check_open()
-        self.process.world.pause()
+        self._world.pause()
         if not self._inbox:
             self._wait_until(self.is_readable, "bytes", flags)
             if self._error is not None and not self._inbox:
                 error, self._error, self._at_end = self._error, None, True
                 raise error
-        data = bytes(self._inbox[:most])
-        del self._inbox[:most]
-        return data
+        inbox = self._inbox
+        self._inbox = inbox[most:]
+        return inbox[:most]
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         view = memoryview(buffer).cast("B")
@@ -250,7 +251,7 @@ class Socket:
 
     def send(self, data: bytes | memoryview) -> int:
         self._check_open()
-        self.process.world.pause()
+        self._world.pause()
         if self._error is not None or self.peer is None or self._has_shut:
             raise BrokenPipeError(errno.EPIPE, "Broken pipe")
         self._transmit(bytes(data))
@@ -351,13 +352,13 @@ class Socket:
                 )
             )
             patience = idle + interval * count
-            self.process.world.later(patience, lambda: self._hear_answer(patience))
+            self._world.later(patience, self._hear_answer, patience)
 
     def _hear_answer(self, patience: float) -> None:
         since = self._silent_since()
         if self.is_closed or self.peer is None or self._error is not None:
             return
-        if since is not None and self.process.world.now - since >= patience:
+        if since is not None and self._world.now - since >= patience:
             self._error = TimeoutError(errno.ETIMEDOUT, "Connection timed out")
             self._wake()
         elif since is None and self.peer.process.is_gone and not self._at_end:
@@ -375,29 +376,31 @@ class Socket:
             found = self.events()
             for task in [task for task, events in self._waiting.items() if events & found]:
                 del self._waiting[task]
-                self.process.world.wake(task)
+                self._world.wake(task)
         if self.selectors:
             for selector in self.selectors:
                 selector.notice(self._fd)
 
     def _check_open(self) -> None:
-        self.process.world.running()
-        if self.is_closed:
+        if self.is_closed:  # as are all of a process that is gone
+            self._world.running()
             raise OSError(errno.EBADF, "Bad file descriptor")
 
     def _wait_until(self, is_there: Callable[[], bool], what: str, flags: int = 0) -> None:
-        world = self.process.world
-        deadline = None if self._timeout is None else world.now + self._timeout
-        while not is_there():
-            if self._timeout == 0.0 or flags & _DONTWAIT:
-                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-            left = None if deadline is None else deadline - world.now
-            if left is not None and left <= 0:
-                raise TimeoutError("timed out")
-            task = world.running()
-            self.watch(task, real_select.POLLIN)
+        if is_there():
+            return
+        if self._timeout == 0.0 or flags & _DONTWAIT:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        world, left = self._world, self._timeout
+        task, deadline = world.running(), None if left is None else world.now + left
+        while left is None or left > 0:
+            self._waiting[task] = real_select.POLLIN
             world.park((what, "from", self.peer and self.peer.process), left)
-            self.unwatch(task)
+            self._waiting.pop(task, None)
+            if is_there():
+                return
+            left = None if deadline is None else deadline - world.now
+        raise TimeoutError("timed out")
 
     # -- delivery ---------------------------------------------------------------------------
 
@@ -409,8 +412,8 @@ class Socket:
 
     def _schedule(self) -> None:
         assert self.peer is not None
-        host, other = self.process.host, self.peer.process.host
-        host.network.world.later(host.network.delay(host, other), self._deliver)
+        host = self.process.host
+        self._world.later(host.network.delay(host, self.peer.process.host), self._deliver)
 
     def _deliver(self) -> None:
         """The first that is on its way arrives, or waits for the link."""

@@ -235,10 +235,12 @@ class Process:
         self.is_gone, self.ended = True, self.world.now
         self.host.processes.remove(self)
         self.world.forget(self)
+        self.world.stopped.discard(self)
 
     def hang(self) -> None:
         """Stop the main thread for good: the other threads go on."""
-        self._main.is_frozen = self.world.has_stopped = True
+        self._main.is_frozen = True
+        self.world.stopped.add(self)
 
     def set_alarm(self, seconds: int) -> None:
         """Send SIGALRM after this time, if nobody calls this again before; 0 stands for never."""
@@ -257,9 +259,12 @@ class Process:
         if number == 0:
             return  # somebody asks whether it runs
         if number == real_signal.SIGSTOP:
-            self.is_stopped = self.world.has_stopped = True
+            self.is_stopped = True
+            self.world.stopped.add(self)
         elif number == real_signal.SIGCONT:
             self.is_stopped = False
+            if not self._main.is_frozen:
+                self.world.stopped.discard(self)
             pending, self._pending = self._pending, []
             for each in pending:
                 self.signal(each)

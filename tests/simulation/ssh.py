@@ -74,8 +74,7 @@ class _Line(Socket):
         if self._at_end or self._error is not None:
             self._end("closed by remote host")
             return
-        message = bytes(self._inbox)
-        self._inbox.clear()
+        message, self._inbox = self._inbox, b""
         self._take(message[:1], message[1:])
 
 

@@ -65,10 +65,7 @@ class Os:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-
-    @property
-    def environ(self) -> Environ:
-        return Environ(self._process.world.modules)
+        self.environ = Environ(process.world.modules)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(real_os, name)

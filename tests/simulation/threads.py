@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time as real_time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -58,6 +57,9 @@ class Lock:
         world = self._world
         world.pause()
         task = world.running()
+        if self._owner is None:
+            self._owner, self._depth = task, 1
+            return True
         if self._is_reentrant and self._owner is task:
             self._depth += 1
             return True
@@ -68,7 +70,7 @@ class Lock:
                 return False
             self._waiting.append(task)
             world.park("a lock", left)
-            with contextlib.suppress(ValueError):
+            if task in self._waiting:
                 self._waiting.remove(task)
         self._owner, self._depth = task, 1
         return True
@@ -88,8 +90,7 @@ class Lock:
     def locked(self) -> bool:
         return self._owner is not None
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    __enter__ = acquire
 
     def __exit__(self, *error: object) -> None:
         self.release()
@@ -126,7 +127,7 @@ class Condition:
         try:
             woken = self._world.park("a condition", timeout)
         finally:
-            with contextlib.suppress(ValueError):
+            if task in self._waiting:
                 self._waiting.remove(task)
         lock.acquire()
         lock._depth = depth

@@ -8,11 +8,11 @@ hour of waiting costs nothing.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from collections.abc import Callable
 from functools import partial
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.simulation.modules import Library
     from tests.simulation.processes import Process
 
+_NEVER = float("inf")
 _SWITCH_SECONDS = 2e-6
 """How long a thread runs before it waits again, in virtual time: loops that spin do end."""
 
@@ -46,7 +47,8 @@ class Task:
         self.is_done = False
         self.is_frozen = False  # never runs again
         self.waiting_for: object = ""  # for the story of a job that hangs
-        self._wake_number = 0  # the time limit of an earlier wait has no effect
+        self._limit = _NEVER, 0  # when its wait ends at the latest, and the number of that timer
+        self._alarm = _NEVER  # its first timer
         self._is_parked = False
         self._was_woken = False
         self.greenlet = greenlet(function, parent=world.hub)
@@ -63,7 +65,7 @@ class World:
     def __init__(self, seed: int, modules: Library) -> None:
         self.modules = modules
         modules.begin(self)
-        self.has_stopped = False  # whether a process or thread was ever stopped
+        self.stopped: set[object] = set()  # processes and threads that do not run now
         self.random = random.Random(seed)
         self.now = 1000.0
         self.hub = getcurrent()
@@ -72,11 +74,12 @@ class World:
         self.switches = 0
         self.on_spin: Callable[[str], None] = lambda problem: None
         self._switches_before = 0  # until all threads waited for the last time
+        self._draw = self.random.random
         self._preemption = self.random.choice([0.0, 0.02, 0.2])
         self._pauses = 0  # since another thread ran
         self._runnable: list[Task] = []
         self._tasks: list[Task] = []
-        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
 
     # -- what happens -------------------------------------------------------------------------
@@ -89,42 +92,16 @@ class World:
         """Return a number that nothing else has."""
         return next(self._numbers)
 
-    def later(self, seconds: float, call: Callable[[], None]) -> None:
+    def later(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
         """Call back after this much virtual time, outside of any simulated thread."""
-        heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), call))
+        heappush(self._timers, (self.now + seconds, next(self._numbers), call, arguments))
 
     def run(self, is_over: Callable[[], bool], limit: float) -> bool:
         """Let things happen until `is_over`; return False if nothing can, or time is up."""
-        end = self.now + limit
-        timers, draw_bits = self._timers, self.random.getrandbits
-        while not is_over():
-            if timers and timers[0][0] <= self.now:
-                heapq.heappop(timers)[2]()
-                continue
-            candidates = self._runnable
-            if self.has_stopped:
-                candidates = [
-                    task
-                    for task in candidates
-                    if not task.process.is_stopped and not task.is_frozen
-                ]
-            if candidates:
-                count = len(candidates)
-                index = draw_bits(count.bit_length())  # `randrange`, in half of its time
-                while index >= count:
-                    index = draw_bits(count.bit_length())
-                task = candidates[index]
-                if candidates is self._runnable:
-                    del candidates[index]
-                else:
-                    self._runnable.remove(task)
-                self._switch_to(task)
-            elif timers and timers[0][0] <= end:
-                self.now = max(self.now, timers[0][0])
-                self._switches_before = self.switches
-            else:
-                return False
-        return True
+        self._is_over, self._end = is_over, self.now + limit
+        while (task := self._next_task()) is not None:
+            task.greenlet.switch()
+        return is_over()
 
     def close(self) -> None:
         """End all threads that are left. Their code finds every simulated call refused."""
@@ -133,22 +110,58 @@ class World:
                 task.process.is_gone = True
                 self.act(task, partial(task.greenlet.throw, GreenletExit))
 
-    def _switch_to(self, task: Task) -> None:
-        self.switches += 1
-        if self.switches - self._switches_before > _MOST_SWITCHES:
-            self._switches_before = self.switches
-            self.on_spin(f"a thread does not wait: {task.name} of {task.process}, or another")
-        self._pauses = 0
-        self.now += _SWITCH_SECONDS
-        self.current = task
-        self.modules.enter(task.process)
-        try:
-            task.greenlet.switch()
-        finally:
-            self.current = None
+    def _next_task(self) -> Task | None:
+        """Let time pass until a thread can run, and return it; None at the end of `run`.
+
+        Threads that wait call this themselves: a switch leads from one to the next.
+        """
+        self.current = None
+        timers, draw_bits, is_over = self._timers, self.random.getrandbits, self._is_over
+        while not is_over():
+            if not timers or timers[0][0] > self.now:
+                candidates = self._runnable
+                if self.stopped:
+                    candidates = [
+                        task
+                        for task in candidates
+                        if not task.process.is_stopped and not task.is_frozen
+                    ]
+                if candidates:
+                    count = len(candidates)
+                    index = draw_bits(count.bit_length())  # `randrange`, in half of its time
+                    while index >= count:
+                        index = draw_bits(count.bit_length())
+                    task = candidates[index]
+                    self._runnable.remove(task)
+                    self._pauses = 0
+                    self.switches += 1
+                    if self.switches - self._switches_before > _MOST_SWITCHES:
+                        self._switches_before = self.switches
+                        who = f"{task.name} of {task.process}"
+                        self.on_spin(f"a thread does not wait: {who}, or another")
+                    self.now += _SWITCH_SECONDS
+                    self.current = task
+                    if self.modules.owner is not task.process:
+                        self.modules.enter(task.process)
+                    return task
+                if not timers or timers[0][0] > self._end:
+                    return None
+                self.now = timers[0][0]
+                self._switches_before = self.switches
+            _, _, call, arguments = heappop(timers)
+            call(*arguments)
+        return None
+
+    def _wait(self, task: Task) -> None:
+        """Let others run, until it is this thread's turn."""
+        chosen = self._next_task()
+        if chosen is not task:
+            (self.hub if chosen is None else chosen.greenlet).switch()
+        if task.process.is_gone:
+            raise GreenletExit
 
     def act(self, task: Task, call: Callable[[], Any]) -> None:
-        """Call something as a thread."""
+        """Call something that does not wait, as a thread."""
         before, self.current = self.current, task
         self.modules.enter(task.process)
         try:
@@ -185,40 +198,47 @@ class World:
         if task is None or task.process.is_gone:
             task = self.running()
         self._pauses += 1
-        if self._pauses > _MOST_PAUSES or (
-            self._preemption and self.random.random() < self._preemption
-        ):
+        if self._pauses > _MOST_PAUSES or (self._preemption and self._draw() < self._preemption):
             self._runnable.append(task)
-            self._leave(task)
+            self._wait(task)
 
     def park(self, reason: object, seconds: float | None = None) -> bool:
         """Wait until `wake`; return False if that does not come within this time."""
         task = self.running()
-        task._wake_number += 1
         task._is_parked, task._was_woken = True, False
         task.waiting_for = reason
-        if seconds is not None:
-            number = task._wake_number
-            self.later(max(0.0, seconds), lambda: self._resume(task, number, is_woken=False))
-        self._leave(task)
+        if seconds is None:
+            task._limit = _NEVER, 0
+        else:
+            task._limit = self.now + max(0.0, seconds), next(self._numbers)
+            if task._limit[0] < task._alarm:
+                self._set_alarm(task)
+        self._wait(task)
         task.waiting_for = ""
         return task._was_woken
 
     def wake(self, task: Task) -> None:
         """Let a thread go on, if it is parked."""
-        self._resume(task, task._wake_number, is_woken=True)
+        if task._is_parked and not task.process.is_gone:
+            task._is_parked, task._was_woken = False, True
+            self._runnable.append(task)
 
     def forget(self, process: Process) -> None:
         """Never run a thread of this process again."""
         self._runnable = [task for task in self._runnable if task.process is not process]
 
-    def _resume(self, task: Task, number: int, *, is_woken: bool) -> None:
-        is_waiting = task._is_parked and number == task._wake_number
-        if is_waiting and not task.process.is_gone and not task.is_done:
-            task._is_parked, task._was_woken = False, is_woken
-            self._runnable.append(task)
+    def _set_alarm(self, task: Task) -> None:
+        when, number = task._limit
+        task._alarm = when
+        heappush(self._timers, (when, number, self._time_out, (task, number)))
 
-    def _leave(self, task: Task) -> None:
-        self.hub.switch()
-        if task.process.is_gone:
-            raise GreenletExit
+    def _time_out(self, task: Task, number: int) -> None:
+        """End a wait, or set the timer of a later one: most waits end early, and need none."""
+        if self.now >= task._alarm:
+            task._alarm = _NEVER
+        if task._is_parked and not task.process.is_gone:
+            if number == task._limit[1]:
+                task._is_parked = False
+                self._runnable.append(task)
+            elif task._limit[0] < task._alarm:
+                self._set_alarm(task)

@@ -209,7 +209,8 @@ class Driver(JobPolicy):
         for host in plan.start:
             self._start(host)
         self._mind_hosts()
-        shortage = termination.describe_shortage(self._look(), self._limits)
+        is_short = state.short_since is not None
+        shortage = termination.describe_shortage(self._look(), self._limits) if is_short else ""
         if shortage and shortage != state.shortage:
             self._status.announce(shortage, "waiting")
         state.shortage = shortage
@@ -233,12 +234,13 @@ class Driver(JobPolicy):
         state = self._look()
         if state.is_over:
             return
+        usable = state.usable
         if state.number or state.workers or state.slots >= self._limits.num_proc:
-            wanted = self._hosts.first(state.usable, self._limits.max_np)
+            wanted = self._hosts.first(usable, self._limits.max_np)
             for host, problem in self._hosts.want(wanted).items():
                 self._failures.blame(host, str(problem))
         for host in self._hosts.names():
-            if host not in state.usable and not state.workers_on(host):
+            if host not in usable and not state.workers_on(host):
                 self._hosts.let_go(host)
 
     def _start(self, host: str) -> None:

@@ -88,7 +88,7 @@ def make_plan(state: JobState, limits: Limits) -> ElasticPlan:
     spent = limits.reset_limit is not None and state.number > limits.reset_limit
     starting = _hosts_to_start(state, keep, new, limits)
     # At the beginning, workers come from hosts that connect, or that have just connected.
-    is_empty_host = bool(set(starting) - {worker.host for worker in state.workers})
+    is_empty_host = bool(starting and {*starting} - {worker.host for worker in state.workers})
     hosts_to_come = not keep and (state.hosts_connecting or is_empty_host)
     joining = [] if spent and keep else _newcomers_to_join(state, keep, new, limits, hosts_to_come)
     proposal = None
@@ -170,6 +170,8 @@ def _split_newcomers(
 ) -> tuple[list[Process], list[Process]]:
     """Return the new workers for which there is room, and the others."""
     new, left = state.newcomers(), state.usable
+    if not new:
+        return [], []
     for worker in keep:
         left[worker.host] = left.get(worker.host, 0) - 1
     fitting = _fit_into(sorted(new, key=lambda w: (w.ready_at is None, w.number)), left)

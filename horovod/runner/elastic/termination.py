@@ -71,15 +71,19 @@ def reset_limit_ending(state: JobState, limits: Limits) -> Ending:
 
 def are_all_lost(state: JobState) -> bool:
     """Return whether all workers that trained, or began to, are lost. Others may begin anew."""
-    survivors = state.members() if state.number else state.workers
-    return bool(state.failures) and not survivors and not state.is_over
+    if not state.failures or state.is_over:
+        return False
+    return not (state.members() if state.number else state.workers)
 
 
 def shortage_start(state: JobState, limits: Limits) -> float | None:
     """Return when the workers became too few; None if there are enough."""
-    anybody_waits = not state.workers or any(w.ready_at is not None for w in state.workers)
-    is_waiting = anybody_waits or bool(state.obstacle)
-    enough = len(state.members()) >= limits.min_np if state.number else not is_waiting
+    if state.number:
+        enough = len(state.members()) >= limits.min_np
+    else:
+        workers = state.workers
+        anybody_waits = not workers or any(w.ready_at is not None for w in workers)
+        enough = not anybody_waits and not state.obstacle
     if enough:
         return None
     return state.now if state.short_since is None else state.short_since

@@ -117,10 +117,11 @@ class MessageStream:
                 count = self.socket.sendmsg(pieces[:_MOST_PIECES], (), _NOW)
             except BlockingIOError:
                 return False
-            _take(pieces, count)
             message.left -= count
             if message.left:
+                _take(pieces, count)
                 return False
+            pieces.clear()
             message.done = True
             self.leaving.popleft()
         return True
@@ -145,8 +146,11 @@ class MessageStream:
             if count == 0:
                 raise ConnectionResetError("the connection is closed")
             flags = _NOW
-            _take(pieces, count)
             message.left -= count
+            if message.left:
+                _take(pieces, count)
+            else:
+                pieces.clear()
             if message.header is not None:
                 self._check(message)
             elif message.left:
