@@ -93,6 +93,11 @@ class Library:
         self._found: dict[str, Any] = {}  # what `_find` has returned
         self.owner: Any = None  # the process whose variables are in the modules now
 
+    @property
+    def count(self) -> int:
+        """The number of modules that are loaded."""
+        return len(self._modules)
+
     def begin(self, world: World) -> None:
         """Forget the processes of earlier jobs."""
         self.world, self.owner = world, None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -193,8 +194,16 @@ class MessageStream:
             pieces.append(memoryview(message.body))
 
 
-def finish(streams: Collection[MessageStream], done: Callable[[], bool] | None = None) -> None:
-    """Move messages until `done` returns True, or until there is nothing left to move."""
+def finish(
+    streams: Collection[MessageStream],
+    done: Callable[[], bool] | None = None,
+    deadline: float | None = None,
+) -> None:
+    """Move messages until `done` returns True, or until there is nothing left to move.
+
+    Raises:
+        TimeoutError: Something was left when `time.monotonic` had reached `deadline`.
+    """
     full: set[MessageStream] = set()  # the kernel takes nothing now
     empty: set[MessageStream] = set()  # nothing has arrived
     while done is None or not done():
@@ -213,7 +222,11 @@ def finish(streams: Collection[MessageStream], done: Callable[[], bool] | None =
                     empty.add(stream)
         if moved:
             continue
-        if len(busy) == 1 and not busy[0].leaving and busy[0].arriving[0].nbytes is None:
+        if deadline is not None:
+            if time.monotonic() > deadline:
+                raise TimeoutError("nothing has come from some ranks")
+            _wait(busy, full, empty)
+        elif len(busy) == 1 and not busy[0].leaving and busy[0].arriving[0].nbytes is None:
             busy[0].pull(0)  # waits in the kernel: one call less than to poll before
         else:
             _wait(busy, full, empty)

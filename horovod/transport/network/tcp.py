@@ -19,6 +19,7 @@ own connections, so that the news reaches every rank, whichever peer it waits fo
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -36,7 +37,7 @@ from horovod.transport.division import as_bytes
 from horovod.transport.eight_bits import is_coded
 from horovod.transport.network.coded_reduction import CodedReduction, add_up_among_many
 from horovod.transport.network.direct_reduction import DirectReduction
-from horovod.transport.network.links import Links, connection_failure
+from horovod.transport.network.links import Links, MissingPeerError, connection_failure
 from horovod.transport.network.lost_connections import explain_end
 from horovod.transport.network.records import (
     bundle,
@@ -81,11 +82,12 @@ class TcpTransport(PairwiseTransport):
         # each other to read.
         self._inline = min(INLINE, INLINE_TOTAL // group.size)
         self._links: Links | None = None
+        self._deadline: float | None = None  # of the ranks' first meeting, while it lasts
         seconds = group.config.gloo_timeout_seconds
         try:
             self._links = Links(group, self._on_end)
             self._links.connect(self._neighbours(), seconds)
-            self.barrier()  # returns when all ranks are here, or raises when a connection ends
+            self._meet(2 * seconds)  # a rank that waits for another one gives up before that
         except (OSError, ValueError, TimeoutError) as error:
             self._close_now()
             # A peer may have failed meanwhile, which the thread of `Links` has noticed.
@@ -94,6 +96,22 @@ class TcpTransport(PairwiseTransport):
         except HorovodInternalError:
             self._close_now()
             raise
+
+    def _meet(self, seconds: float) -> None:
+        """Wait until all ranks have connected; raise if one does not, or if a connection ends."""
+        self.group.store.set(f"connected/{self.rank}", b"")
+        self._deadline = time.monotonic() + seconds
+        self.barrier()
+        self._deadline = None
+
+    def _explain_absence(self, error: TimeoutError) -> HorovodInternalError:
+        """Return the error that names a rank which has accepted connections and made none."""
+        for rank in self._peers:
+            if self.group.store.try_get(f"connected/{rank}") is None:
+                who = self.group.describe(rank)
+                error = MissingPeerError(rank, f"{who} has begun to connect, and hangs")
+                break
+        return connection_failure(self.group, error)
 
     def _neighbours(self) -> list[int]:
         """Return the ranks that collectives talk to: all, or those at distances 1, 2, 4, ..."""
@@ -125,7 +143,11 @@ class TcpTransport(PairwiseTransport):
 
     def _finish(self, pending: list[Any]) -> None:
         if pending:
-            finish(self._streams.values(), lambda: all(message.done for message in pending))
+            finish(
+                self._streams.values(),
+                lambda: all(message.done for message in pending),
+                self._deadline,
+            )
 
     # -- agreement -------------------------------------------------------------------------
 
@@ -322,6 +344,8 @@ class TcpTransport(PairwiseTransport):
             return self._failure
         if not isinstance(error, OSError):
             return super()._explain(error)
+        if isinstance(error, TimeoutError) and self._deadline is not None:
+            return self._explain_absence(error)
         return explain_end(self.group, self._links, self._board, error)
 
     def _on_end(self, rank: int, error: OSError | None) -> None:
