@@ -483,7 +483,7 @@ class WorkerTools(Tools):
     def formed(self, decision: int, generation: str, topology: Topology) -> None:
         size = topology.size
         self.note(f"is rank {topology.rank} of {size} in decision {decision}")
-        if size < self.plan.min_np:
+        if size < self.plan.min_np and not self._cluster.finished:  # else the others finish alone
             self.breach(f"is one of {size}, fewer than {self.plan.min_np}")
         if not self.plan.faults and size != self.plan.num_proc:
             self.breach(f"is one of {size}, though nothing went wrong")

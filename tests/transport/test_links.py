@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from horovod.common.config import Config
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import MemoryStore, Store
 from horovod.common.wire import Session, Stream, new_key
@@ -154,6 +155,26 @@ def test_more_connections_come_with_the_first_use():
         for rank, (transport, output) in enumerate(zip(group, outputs, strict=True)):
             assert output.tolist() == [rank] * size
             assert before[rank] < set(transport._links.open)
+
+
+def test_a_rank_that_hangs_while_it_connects_is_named():
+    store, meet = MemoryStore(), TcpTransport._meet
+    groups = [Group(rank, 2, (0, 1), store, CONFIG) for rank in range(2)]
+
+    def hang() -> Links:
+        """Connect, and then do nothing more: the thread of the links goes on."""
+        hanging = Links(groups[1], lambda *_: None)
+        hanging.connect([0], SECONDS)
+        return hanging
+
+    def start() -> None:
+        with pytest.raises(HorovodInternalError, match="rank 1 has begun to connect") as caught:
+            TcpTransport(groups[0])
+        assert list(caught.value.ranks) == [1]
+
+    with mock.patch.object(TcpTransport, "_meet", lambda self, _: meet(self, 0.2)):
+        hanging, _ = together([hang, start])
+    hanging.close(1.0)
 
 
 def test_a_rank_that_does_not_come_is_named():

@@ -202,7 +202,7 @@ class Membership:
         number, deadline = decision.number, time.monotonic() + _FAREWELL
         keys, found = [decision_key(number + 1), formed_key(number)], ""
         with contextlib.suppress(ConnectionError):  # the watcher finds out whether that is for good
-            while not (found or self.leaving or decision.too_few) and time.monotonic() < deadline:
+            while not (found or self.leaving) and time.monotonic() < deadline:
                 with contextlib.suppress(TimeoutError):
                     found, _ = self.store.get_any(keys, _MOMENT)
             if found != keys[0]:
