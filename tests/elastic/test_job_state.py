@@ -163,6 +163,24 @@ def test_who_was_left_out_counts_when_all_others_are_lost():
     assert state.members() == []
 
 
+def test_who_was_left_out_counts_while_no_other_has_the_state():
+    state = placed("a", "b")
+    old, heir = state.alive.values()
+    old.has_state = True
+    put(state, [heir.number], 2)
+    assert state.members() == [old, heir]
+    heir.has_state = True
+    assert state.members() == [heir]
+
+
+def test_who_has_chosen_a_device_keeps_the_slot_also_when_left_out():
+    state = placed("a")
+    old, heir = state.alive[0], state.add_process("a")
+    old.has_met = True
+    state.assign_ranks([dataclasses.replace(heir, joined=2, index=0)], {heir.number: 0})
+    assert (old.index, heir.index) == (0, 0)
+
+
 def test_an_exit_has_the_rank_that_the_worker_knew():
     state = placed("a", "a")
     process = state.alive[1]

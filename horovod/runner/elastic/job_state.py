@@ -180,11 +180,13 @@ class JobState:
     def members(self) -> list[Process]:
         """Return the workers of the newest decision that are alive and stay.
 
-        If all of them are lost, those count that it has left out, have the state and still live.
+        If none of them has the state, those count too that it has left out, have it and still live.
         """
         staying = [p for p in self.alive.values() if not p.is_ending]
         placed = [p for p in staying if p.number in self.placed_workers]
-        return placed or [p for p in staying if p.has_state and not self.is_over]
+        if self.is_over or any(p.has_state for p in placed):
+            return placed
+        return [p for p in staying if p.has_state or p.number in self.placed_workers]
 
     def newcomers(self) -> list[Process]:
         """Return the workers that are alive and not in any decision so far."""
@@ -268,12 +270,13 @@ class JobState:
         """Put a worker into a slot of its host.
 
         A process that is in that slot gets the worker's slot in exchange. Such a process is not in
-        the newest decision: the policy never gives away a member's slot.
+        the newest decision: the policy never gives away a member's slot. If it has chosen a device
+        by its slot, it keeps it all the same, and has it again should it come back (`members`).
         """
         if process.index == index:
             return
         for other in self.workers_on(process.host):
-            if other.index == index:
+            if other.index == index and not other.has_met:
                 other.index = process.index
         process.index = index
 

@@ -18,8 +18,8 @@ The rules, in the order of their importance:
 - A host that is not offered any more, or offers fewer slots, loses its youngest workers. A
   blacklisted host gets no new workers, and loses the ones it has if enough others are left. The
   last workers that have the state stay until others have said that they received it; before any has
-  said so, the oldest workers count as those that have it. If all workers of a decision are lost,
-  those that it left out count again, while they live (`JobState.members`).
+  said so, the oldest workers count as those that have it. If no worker of a decision that has the
+  state is left, those that it left out count again, while they live (`JobState.members`).
 - Once a worker has finished, no worker is added or replaced: those that are left finish. If that
   happens before the first decision, workers that call `init` later begin without it.
 """
