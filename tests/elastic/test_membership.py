@@ -225,14 +225,20 @@ def test_a_world_that_broke_without_a_decision_is_tried_again():
         forming.result(timeout=30)
 
 
-def test_a_worker_without_a_place_ends():
-    store = MemoryStore()
+def left_out(store: MemoryStore) -> Membership:
+    """Return a worker that has the state, and no place in the newest decision, its second."""
     publish(store, decision(1, "w1", "start"))
     member = Membership(store, "w1")
     member.form(lambda: meet(member), 30)
-    publish(store, decision(2, "w0", "removed"))
     assert member.generation is not None
     member.generation.close()
+    publish(store, decision(2, "w0", "removed"))
+    return member
+
+
+def test_a_worker_without_a_place_ends():
+    store = MemoryStore()
+    member = left_out(store)
     store.set(formed_key(2), b"")
     with pytest.raises(SystemExit) as end:
         member.form(lambda: None, 30)
@@ -268,12 +274,7 @@ def test_a_worker_without_a_place_whose_connection_breaks_as_it_says_so_says_it_
             super().set(key, value)
 
     store = Store()
-    publish(store, decision(1, "w1", "start"))
-    member = Membership(store, "w1")
-    member.form(lambda: meet(member), 30)
-    assert member.generation is not None
-    member.generation.close()
-    publish(store, decision(2, "w0", "removed"))
+    member = left_out(store)
     store.set(formed_key(2), b"")
     with pytest.raises(SystemExit) as end:
         member.form(lambda: None, 30)
@@ -282,12 +283,7 @@ def test_a_worker_without_a_place_whose_connection_breaks_as_it_says_so_says_it_
 
 def test_a_worker_without_a_place_that_is_told_to_leave_does_not_wait_for_the_others():
     store = MemoryStore()
-    publish(store, decision(1, "w1", "start"))
-    member = Membership(store, "w1")
-    member.form(lambda: meet(member), 30)
-    publish(store, decision(2, "w0", "removed"))
-    assert member.generation is not None
-    member.generation.close()
+    member = left_out(store)
     member.leaving = True
     with pytest.raises(SystemExit):
         member.form(lambda: None, 30)
