@@ -30,6 +30,7 @@ from horovod.torch.gradients.bucketing import (
     device_bucket,
     first_bucket,
     hides_more,
+    last_buckets,
     network_bucket,
     num_hidden,
     pays_beside_backward,
@@ -221,9 +222,9 @@ def test_backward_hides_the_first_buckets(sizes: list[int], hidden: float):
     count = num_hidden(sizes, hidden)
     early = sum(sizes[:count])
     if count:
-        assert early - hidden < (sizes[count - 1] + 1) / 2, "most of the last one is hidden"
+        assert early - hidden <= (sizes[count - 1] + 1) / 2, "most of the last one is hidden"
     if count < len(sizes):
-        assert hidden - early < (sizes[count] + 1) / 2, "and not most of the next"
+        assert hidden - early <= (sizes[count] + 1) / 2, "and not most of the next"
 
 
 @pytest.mark.parametrize(
@@ -303,11 +304,14 @@ def test_cuts(sizes: list[int], most: int, lengths: list[int]):
     st.lists(st.tuples(st.integers(1, 60 * MEBIBYTE), st.sampled_from("ab")), min_size=1),
     st.integers(MEBIBYTE, 200 * MEBIBYTE),
     st.booleans(),
+    st.integers(1, 64),
 )
-def test_buckets_of_a_device(gradients: list[tuple[int, str]], limit: int, delayed: bool):
+def test_buckets_of_a_device(
+    gradients: list[tuple[int, str]], limit: int, delayed: bool, ranks: int
+):
     sizes, kinds = [size for size, _ in gradients], [kind for _, kind in gradients]
     most = device_bucket(limit, delayed)
-    buckets = cut_for_device(sizes, kinds, most, limit)
+    buckets = cut_for_device(sizes, kinds, most, limit, last_buckets(ranks))
     assert sorted(chain(*buckets)) == list(range(len(sizes)))
     assert [bucket[-1] for bucket in buckets] == sorted(bucket[-1] for bucket in buckets)
     for bucket in buckets:
@@ -316,13 +320,20 @@ def test_buckets_of_a_device(gradients: list[tuple[int, str]], limit: int, delay
         assert len(bucket) == 1 or sum(sizes[index] for index in bucket) <= limit
 
 
-def test_the_buckets_of_resnet_50_on_a_device():
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (1, [8, 25, 25, 20, 10, 5, 5]),
+        (2, [8, 25, 25, 20, 10, 5, 5]),
+        (4, [8, 25, 25, 20, 12, 8]),
+        (256, [8, 25, 25, 25, 15]),
+    ],
+)
+def test_the_buckets_of_resnet_50_on_a_device(ranks: int, expected: list[int]):
     sizes = [8 * MEBIBYTE, *[MEBIBYTE] * 90]
-    buckets = cut_for_device(sizes, ["float32"] * 91, DEVICE_BUCKET, 128 * MEBIBYTE)
-    assert [sum(sizes[index] for index in bucket) // MEBIBYTE for bucket in buckets] == [
-        8,
-        *(25, 25, 20, 10, 5, 5),
-    ]
+    last = last_buckets(ranks)
+    buckets = cut_for_device(sizes, ["float32"] * 91, DEVICE_BUCKET, 128 * MEBIBYTE, last)
+    assert [sum(sizes[index] for index in bucket) // MEBIBYTE for bucket in buckets] == expected
 
 
 @pytest.mark.parametrize(

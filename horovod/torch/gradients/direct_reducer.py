@@ -22,7 +22,12 @@ from horovod.engine.execution.lane import Lane
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
 from horovod.observe.statistics.lane_timing import LaneTiming
-from horovod.torch.gradients.bucketing import bucket_title, cut_for_device, num_hidden
+from horovod.torch.gradients.bucketing import (
+    bucket_title,
+    cut_for_device,
+    last_buckets,
+    num_hidden,
+)
 from horovod.torch.gradients.buckets import Named
 from horovod.torch.gradients.device_bucket import DeviceBucket, LaneReduction
 from horovod.torch.gradients.layouts import is_dense
@@ -241,6 +246,7 @@ def make_buckets(
     groups: Sequence[Sequence[Named]] | None,
     most: int,
     limit: int,
+    ranks: int,
     reduction: LaneReduction,
 ) -> list[DeviceBucket]:
     """Cut the parameters of the optimizer `name` into buckets.
@@ -251,6 +257,7 @@ def make_buckets(
         groups: Parameters that the user wants to be reduced together; None leaves that to us.
         most: Bytes of a bucket.
         limit: Bytes that no bucket of ours exceeds, unless one gradient does.
+        ranks: Number of ranks.
         reduction: The factors, and the narrower type in which gradients travel, if any.
     """
     found: list[list[Named]] = []
@@ -258,7 +265,7 @@ def make_buckets(
         sizes = [param.nbytes for _, param in group]
         kinds = [param.dtype for _, param in group]
         if groups is None:
-            parts = cut_for_device(sizes, kinds, most, limit)
+            parts = cut_for_device(sizes, kinds, most, limit, last_buckets(ranks))
         else:
             parts = cut_for_device(sizes, kinds, sum(sizes), sum(sizes), whole=True)
         found += [[group[index] for index in part] for part in parts]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.topology import Topology
-from horovod.engine.arguments import set_id
+from horovod.engine.arguments import set_id, set_size
 from horovod.engine.execution.lane import Lane
 from horovod.engine.runtime import runtime
 from horovod.torch.gradients.agreement import StepSamples
@@ -347,9 +347,9 @@ class GradientReducer(Reducer):
             self._direct.finish_comparison()  # the next comparison will have the same name
         reduction = self._submitter.lane_reduction()
         assert reduction is not None
-        plan = self._plan
+        plan, ranks = self._plan, set_size(self._submitter.process_set)
         buckets = make_buckets(
-            self.name, plan.params, self._groups, most, plan.policy.limit, reduction
+            self.name, plan.params, self._groups, most, plan.policy.limit, ranks, reduction
         )
         for bucket in buckets:
             runtime.name_members(bucket.name, [name for name, _ in bucket.params])
