@@ -135,6 +135,10 @@ class Channel:
         """How many operations have run; all ranks run them in the same order."""
         return self.rounds.num_run
 
+    def find_awaited(self) -> list[int] | None:
+        """Return the ranks without which what runs now cannot go on; None if nobody knows."""
+        return self.transport.find_awaited()
+
     @property
     def failure(self) -> HorovodInternalError | None:
         """Why nothing runs any more."""

@@ -41,6 +41,10 @@ class Group:
         """Return the name of a rank for messages to people."""
         return f"rank {self.global_ranks[rank]}"
 
+    def ranks_of(self, part: Group, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers that ranks of `part`, whose members are in this group, have here."""
+        return tuple(self.global_ranks.index(part.global_ranks[rank]) for rank in ranks)
+
     def check_rendezvous(self) -> None:
         """Raise if the store knows that some ranks will not come, as the store of an elastic job.
 
@@ -197,6 +201,13 @@ class Transport(ABC):
 
         Not collective; returns at once. Any thread may call it, even during a collective.
         """
+
+    def find_awaited(self) -> list[int] | None:
+        """Return the ranks without which a collective in progress cannot go on; None if unknown.
+
+        Not collective; returns at once. Any thread may call it, even during a collective.
+        """
+        return None
 
     @abstractmethod
     def abort(self, reason: str) -> None:

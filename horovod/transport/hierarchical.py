@@ -328,13 +328,9 @@ class HierarchicalTransport(BreakableTransport):
     def _explain(self, error: BaseException) -> HorovodInternalError:
         """Return the error for all ranks: what a rank posted, if there is such a reason.
 
-        A rank that posts knows the cause. One of the three transports only sees that somebody has
-        left it.
+        A rank that posts knows the cause. The three transports only see that somebody has left.
         """
-        posted = self._board.look()
-        if posted is not None:
-            return posted
-        return super()._explain(error)
+        return self._board.look() or super()._explain(error)
 
     def _do(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a method of one of the three transports; its errors then name our group's ranks."""
@@ -359,9 +355,8 @@ class HierarchicalTransport(BreakableTransport):
         """Return an error of one of the three transports with the ranks of our group."""
         if not error.ranks:
             return error
-        world = [part.group.global_ranks[rank] for rank in error.ranks]
         translated = fresh_copy(error)
-        translated.ranks = tuple(self.group.global_ranks.index(rank) for rank in world)
+        translated.ranks = self.group.ranks_of(part.group, error.ranks)
         return translated
 
     def _listen_to(self, part: Transport) -> None:
@@ -375,6 +370,15 @@ class HierarchicalTransport(BreakableTransport):
         super().check_peers()
         if not self._closed:
             self._do(self.local.check_peers)
+
+    def find_awaited(self) -> list[int] | None:
+        found: set[int] = set()
+        for part in self._parts:
+            awaited = part.find_awaited()
+            if awaited is None:
+                return None
+            found.update(self.group.ranks_of(part.group, awaited))
+        return sorted(found)
 
     def _wake(self, failure: HorovodInternalError) -> None:
         for part in self._parts:

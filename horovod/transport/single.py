@@ -56,6 +56,9 @@ class SingleTransport(Transport):
     def barrier(self) -> None:
         self._check()
 
+    def find_awaited(self) -> list[int]:
+        return []
+
     def abort(self, reason: str) -> None:
         self._reason = self._reason or reason
 

@@ -81,6 +81,13 @@ FIXED_MUTANTS = (
         "HorovodInternalError(why)",
     ),
     Mutant(
+        "a rank that hangs in an operation which nobody finishes without it is not named",
+        "past",
+        "horovod.observe.statistics.stall",
+        "    return find_hanging(reports) or find_behind(reports)",
+        "    return find_behind(reports)",
+    ),
+    Mutant(
         "ranks that wait for one that never came do not name it",
         "past",
         "horovod.engine.runtime",

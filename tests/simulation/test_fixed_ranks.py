@@ -80,6 +80,15 @@ FOUND: dict[str, FixedPlan] = {
         pace=5.0,
         faults=(Fault("worker's program hangs", 9.446, 190.0, 185),),
     ),
+    "a rank that hangs in an operation which nobody finishes without it is not named": replace(
+        CUT,
+        seed=871,
+        slots=1,
+        num_hosts=4,
+        min_np=4,
+        samples=10,
+        faults=(Fault("worker's program hangs", 3.7362237459160563, 5.6, 453),),
+    ),
     "a rank that waited is blamed in place of one that hung for a while": replace(
         CUT,
         seed=892,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -89,6 +91,46 @@ def test_killed_rank_is_named_on_every_other(kind: str, how: str, count: int) ->
         assert tuple(lost) == (victim,)
         assert f"rank {WORLD + victim} " in message
         assert f"rank {WORLD + victim} " in again
+
+
+def find_awaited(rank: int, size: int, kind: str, count: int, late: int) -> list[list[int] | None]:
+    """Whom every rank waits for while rank `late` has not come, once all others wait for it."""
+    store = connect()
+    transport = build(kind, rank, store)
+    transport.barrier()
+    waiting = threading.Thread(target=transport.allreduce, args=(torch.ones(count), ReduceOp.SUM))
+    if rank != late:
+        waiting.start()
+    deadline = time.monotonic() + PATIENCE
+    found: list[list[int] | None] = []
+    while not is_told(found, late) and time.monotonic() < deadline:
+        look = store.add(f"looks/{rank}", 1)
+        store.set(f"look {look}/{rank}", json.dumps(transport.find_awaited()).encode())
+        found = [json.loads(store.get(f"look {look}/{each}", PATIENCE)) for each in range(size)]
+    if rank == late:
+        waiting.start()
+    waiting.join()
+    transport.close()
+    return found
+
+
+def is_told(found: list[list[int] | None], late: int) -> bool:
+    """Whether all ranks wait for somebody, some for rank `late`, and it for nobody."""
+    if not found or None in found:
+        return bool(found)
+    awaited = {peer for peers in found for peer in peers or ()}
+    return late in awaited and [rank for rank, peers in enumerate(found) if not peers] == [late]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_a_rank_that_others_wait_for_is_told_from_them(kind: str, count: int) -> None:
+    size = KINDS[kind].size
+    nobody_knows = kind in ("staged", "device", "device, shm, 3")
+    for late in (0, size - 1):
+        for found in run_ranks(find_awaited, size, kind, count, late):
+            assert (found == [None] * size) == nobody_knows, found
+            assert is_told(found, late), found
 
 
 def lose_rank_of_other_host(rank: int, size: int) -> Any:

@@ -281,3 +281,25 @@ def test_a_peer_that_has_closed_ends_sending():
         theirs.close()
         with pytest.raises(OSError, match=r"Broken pipe|reset"):
             finish([stream])
+
+
+def test_a_stream_knows_whether_its_peer_is_awaited():
+    with pair() as (mine, theirs):
+        stream, peer = MessageStream(mine), MessageStream(theirs)
+        assert not stream.awaits_peer(), "nothing is to be moved"
+        awaited = stream.receive(None, None)
+        assert stream.awaits_peer()
+        peer.send([b"hello"], 5)
+        peer.push()
+        assert not stream.awaits_peer(), "it has arrived, and nobody reads it"
+        stream.pull()
+        assert awaited.done
+        assert not stream.awaits_peer()
+        sent = stream.send([bytes(10_000_000)], 10_000_000)
+        assert not stream.awaits_peer(), "the kernel would take some of it"
+        stream.push()
+        assert not sent.done
+        assert stream.awaits_peer()
+        stream.receive(None, None)
+        theirs.close()
+        assert not stream.awaits_peer(), "the connection has failed"

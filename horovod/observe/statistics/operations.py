@@ -54,6 +54,9 @@ class ObservedChannel(Protocol):
     def pending(self) -> Sequence[PendingOperation]:
         """Return what has been submitted and has not run, oldest first."""
 
+    def find_awaited(self) -> list[int] | None:
+        """Return the ranks without which what runs now cannot go on; None if nobody knows."""
+
     def abort(self, error: HorovodInternalError) -> None:
         """Fail all operations of this channel, on this rank and on the others."""
 

@@ -80,6 +80,7 @@ class StallInspector:
             "tensors": {r.name: r.source for r in stalled},
             "graphs": graph_count(),
             "run": channel.num_run,
+            "awaits": channel.find_awaited(),
         }
         fatal = 0 < self._shut_down_after < waited
         is_due = fatal or now - self._reported.get(channel.set_id, 0.0) >= self._warn_after
@@ -99,9 +100,7 @@ class StallInspector:
         if fatal:
             logger.error("%s\nShutting down after %g s, as configured.", text, waited)
             reports = reports or {}
-            missing = find_missing(channel.group.size, reports)
-            # Blame ranks that wait for nothing before those that merely wait for other operations.
-            guilty = missing.keys() - reports.keys() or find_behind(reports) or missing
+            guilty = find_guilty(channel.group.size, reports)
             why = f"stalled for {waited:.1f} s: {text}"
             channel.abort(HorovodInternalError(why, ranks=sorted(guilty)))
         elif not reports or min(reports) == channel.group.rank:
@@ -176,6 +175,27 @@ def find_behind(reports: Reports) -> set[int]:
     return {rank for rank, count in run.items() if count < max(run.values())}
 
 
+def find_hanging(reports: Reports) -> set[int]:
+    """Return the waiting ranks that others wait for, and that wait for no rank themselves.
+
+    When the program of a rank hangs in the middle of an operation, this is what tells it from the
+    others. Means something only if all ranks wait for the same operations: between two attempts to
+    agree nobody waits for anybody.
+    """
+    awaits = {rank: report.get("awaits") for rank, report in reports.items()}
+    awaited = {peer for peers in awaits.values() for peer in peers or ()}
+    return {rank for rank in awaited if awaits.get(rank) == []}
+
+
+def find_guilty(size: int, reports: Reports) -> set[int]:
+    """Return the ranks that hold up the others, as far as the reports tell."""
+    missing = find_missing(size, reports)
+    if missing:
+        # Those that wait for nothing come before those that merely wait for other operations.
+        return missing.keys() - reports.keys() or find_behind(reports) or set(missing)
+    return find_hanging(reports) or find_behind(reports)
+
+
 def describe(channel: ObservedChannel, reports: Reports, waited: float) -> str:
     """Describe which ranks wait, for what, how long and in which line, and which are missing."""
     group = channel.group
@@ -186,10 +206,12 @@ def describe(channel: ObservedChannel, reports: Reports, waited: float) -> str:
     ]
     for rank, names in sorted(missing.items()):
         lines.append(f"{group.global_ranks[rank]}: [{_listed(names)}]")
+    hanging = set() if missing else find_hanging(reports)
     behind = find_behind(reports)
-    if behind:
-        who = ", ".join(str(group.global_ranks[rank]) for rank in sorted(behind))
-        lines.append(f"In the middle of an operation that the others have finished: {who}")
+    if hanging or behind:
+        who = ", ".join(str(group.global_ranks[rank]) for rank in sorted(hanging or behind))
+        what = "in which the others wait for them" if hanging else "that the others have finished"
+        lines.append(f"In the middle of an operation {what}: {who}")
     lines.append("Waiting ranks:")
     for rank, report in sorted(reports.items()):
         places = [f"{name} ({source})" for name, source in report["tensors"].items()]

@@ -219,6 +219,10 @@ class SteppedTransport(BreakableTransport):
                 if self._control[rank][STATE] == _RUNNING and self._is_dead(rank):
                     raise self._lost(rank)
 
+    def find_awaited(self) -> list[int]:
+        step = self._step
+        return [rank for rank in self._others if self._control[rank][_STEP] < step]
+
     def _is_dead(self, rank: int) -> bool:
         """Return whether the process of a rank has ended."""
         return bool(select.select([self._members[rank].process], [], [], 0)[0])

@@ -7,11 +7,13 @@ dead. Used by the TCP transport.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.host import is_running
 from horovod.transport.base import Group
 from horovod.transport.failures import FailureBoard
-from horovod.transport.network.links import Links
+from horovod.transport.network.links import Links, MissingPeerError, connection_failure
 
 
 def explain_end(
@@ -37,6 +39,18 @@ def explain_end(
         return _loss(group, links, board, ended, error)
     me = group.describe(group.rank)
     return HorovodInternalError(f"{me} failed in a collective: {error}")
+
+
+def explain_absence(
+    group: Group, peers: Iterable[int], error: TimeoutError
+) -> HorovodInternalError:
+    """Return the error that names a rank which has accepted connections and made none."""
+    for rank in peers:
+        if group.store.try_get(f"connected/{rank}") is None:
+            who = group.describe(rank)
+            error = MissingPeerError(rank, f"{who} has begun to connect, and hangs")
+            break
+    return connection_failure(group, error)
 
 
 def _ended_ranks(links: Links | None) -> list[int]:

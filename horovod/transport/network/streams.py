@@ -163,6 +163,24 @@ class MessageStream:
                     message.then()
         return True
 
+    def awaits_peer(self) -> bool:
+        """Return whether nothing can be moved until the peer reads or sends. Any thread may ask.
+
+        If something has arrived that the thread which moves the messages leaves unread, then it is
+        not the peer who is awaited.
+        """
+        try:
+            if self.arriving:
+                self.socket.recv(1, socket.MSG_PEEK | _NOW)
+                return False
+            poll = select.poll()
+            poll.register(self.socket, select.POLLOUT)
+            return bool(self.leaving) and not poll.poll(0)
+        except BlockingIOError:  # nothing has arrived
+            return True
+        except OSError:  # the connection has ended
+            return False
+
     def set_wake_mark(self) -> None:
         """Tell the kernel, before we poll, how many bytes are worth waking us."""
         self._wake_for(min(self.arriving[0].left, _WORTH_WAKING) if self.arriving else 1)

@@ -37,8 +37,8 @@ from horovod.transport.division import as_bytes
 from horovod.transport.eight_bits import is_coded
 from horovod.transport.network.coded_reduction import CodedReduction, add_up_among_many
 from horovod.transport.network.direct_reduction import DirectReduction
-from horovod.transport.network.links import Links, MissingPeerError, connection_failure
-from horovod.transport.network.lost_connections import explain_end
+from horovod.transport.network.links import Links, connection_failure
+from horovod.transport.network.lost_connections import explain_absence, explain_end
 from horovod.transport.network.records import (
     bundle,
     count_common_words,
@@ -104,15 +104,6 @@ class TcpTransport(PairwiseTransport):
         self.barrier()
         self._deadline = None
 
-    def _explain_absence(self, error: TimeoutError) -> HorovodInternalError:
-        """Return the error that names a rank which has accepted connections and made none."""
-        for rank in self._peers:
-            if self.group.store.try_get(f"connected/{rank}") is None:
-                who = self.group.describe(rank)
-                error = MissingPeerError(rank, f"{who} has begun to connect, and hangs")
-                break
-        return connection_failure(self.group, error)
-
     def _neighbours(self) -> list[int]:
         """Return the ranks that collectives talk to: all, or those at distances 1, 2, 4, ..."""
         if self.size <= pairwise.DIRECT:
@@ -148,6 +139,9 @@ class TcpTransport(PairwiseTransport):
                 lambda: all(message.done for message in pending),
                 self._deadline,
             )
+
+    def find_awaited(self) -> list[int]:
+        return [rank for rank, stream in list(self._streams.items()) if stream.awaits_peer()]
 
     # -- agreement -------------------------------------------------------------------------
 
@@ -345,7 +339,7 @@ class TcpTransport(PairwiseTransport):
         if not isinstance(error, OSError):
             return super()._explain(error)
         if isinstance(error, TimeoutError) and self._deadline is not None:
-            return self._explain_absence(error)
+            return explain_absence(self.group, self._peers, error)
         return explain_end(self.group, self._links, self._board, error)
 
     def _on_end(self, rank: int, error: OSError | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -27,6 +28,8 @@ from horovod.observe.statistics.stall import (
     _reports,
     describe,
     find_behind,
+    find_guilty,
+    find_hanging,
     find_missing,
 )
 from horovod.transport.base import Group
@@ -288,3 +291,43 @@ def test_ranks_in_the_middle_of_an_operation_hold_up_those_that_wait_for_the_nex
     text = describe(channel_of(0, 3, MemoryStore()), reports, 61.0)
     assert "In the middle of an operation that the others have finished: 11, 12\n" in text
     assert find_behind({0: {"tensors": {"q": ""}, "run": 8}}) == set()
+    assert find_guilty(3, reports) == {1, 2}
+    for rank, awaits in {0: [1, 2], 1: [2], 2: []}.items():
+        reports[rank]["awaits"] = awaits
+    assert find_guilty(3, reports) == {2}
+
+
+def waiting_for(awaits: list[list[int] | None]) -> Reports:
+    """Reports of ranks in the same operation, with the ranks that each waits for."""
+    tensors = {"p": "train.py:1"}
+    return {r: {"tensors": tensors, "run": 7, "awaits": peers} for r, peers in enumerate(awaits)}
+
+
+def test_a_rank_that_hangs_in_an_operation_which_nobody_finishes_without_it():
+    reports = waiting_for([[1, 2], [], [1]])
+    assert find_hanging(reports) == find_guilty(3, reports) == {1}
+    text = describe(channel_of(0, 3, MemoryStore()), reports, 61.0)
+    assert "In the middle of an operation in which the others wait for them: 11\n" in text
+
+
+@given(st.integers(2, 6).flatmap(lambda n: st.tuples(st.just(n), st.permutations(range(n)))))
+def test_who_waits_for_somebody_is_not_blamed(job: tuple[int, list[int]]):
+    """Each rank of an order waits for the one before it, and the first for nobody."""
+    size, order = job
+    awaits: list[list[int] | None] = [[] for _ in range(size)]
+    for before, rank in itertools.pairwise(order):
+        awaits[rank] = [before]
+    assert find_guilty(size, waiting_for(awaits)) == {order[0]}
+
+
+def test_nobody_is_blamed_where_transports_cannot_tell_who_waits_for_whom():
+    assert find_guilty(2, waiting_for([None, None])) == set()
+    assert find_guilty(2, waiting_for([[1], [0]])) == set(), "the network between them"
+    assert find_guilty(2, waiting_for([[], []])) == set(), "nobody waits for anybody"
+
+
+def test_between_two_attempts_to_agree_nobody_hangs():
+    """Rank 1 waits for another operation, and by chance for nobody when it was asked."""
+    reports = waiting_for([[1], []])
+    reports[1]["tensors"] = {"q": "train.py:2"}
+    assert find_guilty(2, reports) == {0, 1}
