@@ -14,7 +14,7 @@ import builtins
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,18 @@ class Variable:
         return vars(value) if self.object is not None else value
 
 
+def assign_all(variables: Sequence[Variable]) -> Callable[[list[Any]], None]:
+    """Return a function that sets all variables which are no objects: one statement is fastest."""
+    scope: dict[str, Any] = {f"values{i}": each.values for i, each in enumerate(variables)}
+    targets = [
+        "_" if each.object is not None else f"values{i}[{each.name!r}]"
+        for i, each in enumerate(variables)
+    ]
+    exec(f"def assign(known):\n    [{', '.join(targets)}] = known", scope)
+    assign: Callable[[list[Any]], None] = scope["assign"]
+    return assign
+
+
 class Library:
     """Modules with some texts of their sources replaced; `world` is that of the present job."""
 
@@ -78,9 +90,9 @@ class Library:
         self._patches = patches
         self._modules: dict[str, Any] = {}
         self._variables: list[Variable] = []
-        self._names: list[tuple[int, dict[str, Any], str]] = []  # of those that are no objects
         self._rebound: list[tuple[int, dict[str, Any], str]] = []  # those that functions rebind
         self._objects: list[tuple[int, Any]] = []
+        self._assign: Callable[[list[Any]], None] = lambda known: None  # to all that are no objects
         self._caches: list[Any] = []
         self._replaced = {
             name: type(name, (_Replaced,), {})(self, name) for name in (*REPLACED, *_INNER)
@@ -127,8 +139,7 @@ class Library:
         known = process.variables
         if len(known) < count:
             known += [variable.renew() for variable in self._variables[len(known) :]]
-        for index, values, name in self._names:
-            values[name] = known[index]
+        self._assign(known)
         for index, each in self._objects:
             object.__setattr__(each, "__dict__", known[index])
 
@@ -172,8 +183,8 @@ class Library:
             if variable.object is not None:
                 self._objects.append((index, variable.object))
             else:
-                self._names.append((index, variable.values, name_))
-                self._rebound += self._names[-1:] * (name_ in rebound)
+                self._rebound += [(index, variable.values, name_)] * (name_ in rebound)
+        self._assign = assign_all(self._variables)
         self._caches += [each for each in vars(module).values() if isinstance(each, _Cached)]
         return module
 

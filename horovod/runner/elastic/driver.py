@@ -191,8 +191,8 @@ class Driver(JobPolicy):
         """Ask the policy what follows from the state, and do it."""
         if self._supervisor.stopping:
             return
-        state = self._state
-        plan = policy.make_plan(self._look(), self._limits)
+        state = self._look()
+        plan = policy.make_plan(state, self._limits)
         if plan.ending is not None:
             self._end(plan.ending)
             return
@@ -208,6 +208,8 @@ class Driver(JobPolicy):
             self._decide(plan.proposal)
         for host in plan.start:
             self._start(host)
+        if plan.stop or plan.start or plan.proposal is not None:
+            self._look()
         self._mind_hosts()
         is_short = state.short_since is not None
         shortage = termination.describe_shortage(self._look(), self._limits) if is_short else ""
@@ -231,7 +233,7 @@ class Driver(JobPolicy):
 
     def _mind_hosts(self) -> None:
         """Prepare the hosts on which workers may start, and release unused ones without workers."""
-        state = self._look()
+        state = self._state
         if state.is_over:
             return
         usable = state.usable

@@ -182,11 +182,11 @@ class JobState:
 
         If none of them has the state, those count too that it has left out, have it and still live.
         """
-        staying = [p for p in self.alive.values() if not p.is_ending]
-        placed = [p for p in staying if p.number in self.placed_workers]
+        alive, in_decision = self.alive.values(), self.placed_workers
+        placed = [p for p in alive if p.number in in_decision and not p.is_ending]
         if self.is_over or any(p.has_state for p in placed):
             return placed
-        return [p for p in staying if p.has_state or p.number in self.placed_workers]
+        return [p for p in alive if (p.has_state or p.number in in_decision) and not p.is_ending]
 
     def newcomers(self) -> list[Process]:
         """Return the workers that are alive and not in any decision so far."""
