@@ -119,8 +119,8 @@ FIXED_MUTANTS = (
         "ranks that have run an operation are blamed by those in the middle of it",
         "past",
         "horovod.observe.statistics.stall",
-        "missing.keys() - reports.keys() or find_behind(reports) or missing",
-        "missing.keys() - reports.keys() or missing or {0}",
+        "    return find_hanging(reports) or find_behind(reports)",
+        "    return reports.keys() - find_behind(reports)",
     ),
     Mutant(
         "those who waited for a rank that cannot be ended are blamed",
