@@ -16,8 +16,8 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from horovod.common import logging as real_logging
 from tests.simulation.system import open_file
@@ -167,23 +167,22 @@ class Library:
     def _execute(self, name: str) -> ModuleType:
         if name.startswith("horovod") and not name.startswith(_PACKAGES):
             importlib.import_module(name)  # dataclasses look their module up by its name
-        path, tree = parse(name, self._patches.get(name, ()))
+        source = compiled(name, self._patches.get(name, ()))
+        path = source.path
         module = self._modules[name] = ModuleType(name)
         module.__file__ = str(path)
         if path.name == "__init__.py":
             module.__path__ = [str(path.parent)]
         module.__package__ = name if path.name == "__init__.py" else name.rpartition(".")[0]
         vars(module)["__builtins__"] = self._builtins
-        exec(compile(tree, str(path), "exec"), vars(module))
-        rebound = find_rebound(tree)
-        for name_, value in find_state(tree).items():
-            code = compile(ast.Expression(value), str(path), "eval")
+        exec(source.code, vars(module))
+        for name_, code in source.state.items():
             variable, index = Variable(module, name_, code), len(self._variables)
             self._variables.append(variable)
             if variable.object is not None:
                 self._objects.append((index, variable.object))
             else:
-                self._rebound += [(index, variable.values, name_)] * (name_ in rebound)
+                self._rebound += [(index, variable.values, name_)] * (name_ in source.rebound)
         self._assign = assign_all(self._variables)
         self._caches += [each for each in vars(module).values() if isinstance(each, _Cached)]
         return module
@@ -205,9 +204,9 @@ class Library:
     def _find(self, name: str) -> Any:
         """Return what `importlib.util.find_spec` does, with changes to the source."""
         if name not in self._found:
-            path, tree = parse(name, self._patches.get(name, ()))
-            code, source = compile(tree, str(path), "exec"), path.read_text(encoding="utf-8")
-            loader = SimpleNamespace(get_code=lambda _: code, get_source=lambda _: source)
+            found = compiled(name, self._patches.get(name, ()))
+            text = found.path.read_text(encoding="utf-8")
+            loader = SimpleNamespace(get_code=lambda _: found.code, get_source=lambda _: text)
             self._found[name] = SimpleNamespace(loader=loader)
         return self._found[name]
 
@@ -322,6 +321,26 @@ def parse(name: str, patches: tuple[tuple[str, str], ...]) -> tuple[Path, ast.Mo
             raise ValueError(f"{before!r} is {source.count(before)} times in {name}, not once")
         source = source.replace(before, after)
     return path, ast.parse(source)
+
+
+class Compiled(NamedTuple):
+    """A module that can be executed; libraries share it, as most have changed another one."""
+
+    path: Path
+    code: CodeType
+    rebound: set[str]  # the variables that its functions rebind
+    state: dict[str, CodeType]  # what it keeps for its process, and what makes it anew
+
+
+@functools.cache
+def compiled(name: str, patches: tuple[tuple[str, str], ...]) -> Compiled:
+    """Return a module's source, after changes, in the form in which it is executed."""
+    path, tree = parse(name, patches)
+    state = {
+        each: compile(ast.Expression(value), str(path), "eval")
+        for each, value in find_state(tree).items()
+    }
+    return Compiled(path, compile(tree, str(path), "exec"), find_rebound(tree), state)
 
 
 def _statements(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
