@@ -15,6 +15,7 @@ from horovod.common.optimizer_options import OptimizerOptions
 from horovod.engine.arguments import has_no_peers
 from horovod.engine.runtime import runtime
 from horovod.torch.mpi_ops import grouped_allreduce_, grouped_allreduce_async_, synchronize
+from horovod.torch.ops.untraced import leaves_graph
 
 
 class HostReduction:
@@ -30,7 +31,7 @@ class HostReduction:
         # Keep a reference, so that no other variable can get the same id.
         self._local[id(variable)] = variable
 
-    @torch.compiler.disable
+    @leaves_graph("Horovod's exchange of gradients cannot be traced with fullgraph=True")
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the reduced gradients in the same order, None for variables without one."""
         return self.reduce(list(gradients), variables)

@@ -2,6 +2,7 @@
 
 `untraced` and `calls_traced` mark parts of the optimizers. `breaks_graph` marks functions that
 users call and that are never a part of a graph: asynchronous collectives, `join`, objects.
+`leaves_graph` marks functions in modules that programs without torch.compile import, too.
 """
 
 from __future__ import annotations
@@ -44,18 +45,28 @@ def calls_traced(function: F) -> F:
 
 
 def breaks_graph(instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let compiled code leave its graph for a function, as `untraced` does, but load no compiler.
+    """Mark a function of `hvd` as `leaves_graph` does.
 
     Args:
         instead: Advice for users who may not leave the graph (`fullgraph=True`). The error says it
             after the name of the function.
-
-    Returns:
-        A decorator for a function of `hvd`.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        reason = f"hvd.{function.__name__} cannot be traced with fullgraph=True: {instead}"
+        what = f"hvd.{function.__name__} cannot be traced with fullgraph=True"
+        return leaves_graph(f"{what}: {instead}")(function)
+
+    return decorate
+
+
+def leaves_graph(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let compiled code leave its graph for a function, as `untraced` does, but load no compiler.
+
+    Args:
+        reason: What the error says where that is not allowed (`fullgraph=True`).
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
         marked: dict[str, Callable[P, R]] = {}  # the function with torch's own mark, once needed
 
         @functools.wraps(function)
