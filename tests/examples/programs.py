@@ -1,7 +1,7 @@
 """Running an example the way a user does, and comparing what its ranks ended with.
 
-Ranks of `horovodrun` are forked from a process that has torch already, which saves most of the time
-that a short run takes; with `fresh`, and under other launchers, each starts a Python of its own.
+Ranks are forked from a process that has torch already, which saves most of the time that a short
+run takes; with `fresh` each starts a Python of its own.
 """
 
 from __future__ import annotations
@@ -84,13 +84,14 @@ def _started_by(
     if launcher == "horovodrun":
         return [sys.executable, "-m", "horovod.runner", "-np", size, *python, *command]
     if launcher == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", size, *command]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python"]
+        return [*torchrun, "--nproc-per-node", size, *python, *command]
     assert launcher == "mpirun"
     beside = str(Path(sys.executable).parent)  # that of the environment the tests run in
     mpirun = shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
     assert mpirun, "mpirun is not installed"
     root = ["--allow-run-as-root", "--oversubscribe"]
-    return [mpirun, *root, "-np", size, sys.executable, *command]
+    return [mpirun, *root, "-np", size, *python, *command]
 
 
 def _run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:

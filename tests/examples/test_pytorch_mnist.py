@@ -94,7 +94,7 @@ def test_training_resumes_with_another_number_of_processes(tmp_path: Path):
 
 
 def test_missing_the_target_fails_the_job(tmp_path: Path):
-    done = _train(tmp_path, "--epochs", "0", "--target-accuracy", "0.9", fresh=True)
+    done = _train(tmp_path, "--epochs", "0", "--target-accuracy", "0.9")
     assert done.returncode != 0
     assert "below the target" in done.stderr
 

@@ -20,7 +20,8 @@ HAS_JAX = all(importlib.util.find_spec(name) is not None for name in ("jax", "op
 collect_ignore_glob = [] if HAS_JAX else ["test_*.py"]
 
 if HAS_JAX and "horovod.jax" not in rank_process.PRELOAD:
-    rank_process.PRELOAD += ["jax", "jax.numpy", "optax", "horovod.jax"]
+    rank_process.PRELOAD += ["jax", "jax.numpy", "optax", "flax.linen", "flax.nnx", "horovod.jax"]
+    rank_process.PRELOAD += ["sklearn.datasets", "sklearn.model_selection"]  # of the examples
 
 
 class PatientPool(RankPool):

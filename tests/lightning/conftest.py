@@ -19,6 +19,7 @@ collect_ignore_glob = [] if HAS_LIGHTNING else ["test_*.py"]
 
 if HAS_LIGHTNING and "lightning.pytorch" not in rank_process.PRELOAD:
     rank_process.PRELOAD += ["lightning.pytorch", "horovod.lightning.strategy"]
+    rank_process.PRELOAD += ["sklearn.datasets", "sklearn.model_selection"]  # of the examples
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ collect_ignore_glob = [] if HAS_TENSORFLOW else ["test_*.py"]
 if HAS_TENSORFLOW and "tensorflow" not in rank_process.PRELOAD:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read when TensorFlow is imported
     rank_process.PRELOAD += ["tensorflow", "horovod.tensorflow"]
+    rank_process.PRELOAD += ["sklearn.datasets", "sklearn.model_selection"]  # of the examples
 
 
 def tensorflow_pool(size: int, env: dict[str, str] | None = None) -> Iterator[RankPool]:
