@@ -230,7 +230,8 @@ class Socket:
                 error, self._error, self._at_end = self._error, None, True
                 raise error
         inbox = self._inbox
-        self._inbox = inbox[most:]
+        if not flags & real_socket.MSG_PEEK:
+            self._inbox = inbox[most:]
         return inbox[:most]
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
