@@ -233,8 +233,8 @@ MUTANTS = (
         "workers that lost their slot count only when nobody else is left",
         "past",
         "horovod.runner.elastic.job_state",
-        "        return [p for p in staying if p.has_state or p.number in self.placed_workers]\n",
-        "        return placed or [p for p in staying if p.has_state]\n",
+        "return [p for p in alive if (p.has_state or p.number in in_decision) and not p.is_ending]",
+        "return placed or [p for p in alive if p.has_state and not p.is_ending]",
     ),
     Mutant(
         "a worker that lost its slot leaves at once below the minimum",
