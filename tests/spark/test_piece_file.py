@@ -53,7 +53,6 @@ def _room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piece_file, "FREE_SHARE", 0.0)
 
 
-
 def test_a_piece_is_decoded_once(tmp_path: Path):
     kept, decode = PieceFile(str(tmp_path)), Decoder()
     expected = [rows_of(Decoder()(piece)) for piece in PIECES]
