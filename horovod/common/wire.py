@@ -155,7 +155,7 @@ class Session:
         if not self.established:
             self._handshake()
         messages = []
-        while self.established:
+        while self.established and self._input:
             message = self._next_message()
             if message is None:
                 break

@@ -203,6 +203,7 @@ class Cluster:
     def breach(self, problem: str) -> None:
         """Note that a promise does not hold."""
         self.broken = self.broken or problem
+        self.world.has_changed = True
         self.world.note(f"BROKEN: {problem}")
 
     # -- faults -------------------------------------------------------------------------------

@@ -80,6 +80,15 @@ def assign_all(variables: Sequence[Variable]) -> Callable[[list[Any]], None]:
     return assign
 
 
+def keep_all(rebound: Sequence[tuple[int, dict[str, Any], str]]) -> Callable[[list[Any]], None]:
+    """Return a function that keeps the values of variables, each at an index, in a list."""
+    scope: dict[str, Any] = {f"values{i}": values for i, values, _ in rebound}
+    lines = [f"    known[{i}] = values{i}[{name!r}]\n" for i, _, name in rebound]
+    exec(f"def keep(known):\n{''.join(lines)}    return", scope)
+    keep: Callable[[list[Any]], None] = scope["keep"]
+    return keep
+
+
 class Library:
     """Modules with some texts of their sources replaced; `world` is that of the present job."""
 
@@ -90,9 +99,10 @@ class Library:
         self._patches = patches
         self._modules: dict[str, Any] = {}
         self._variables: list[Variable] = []
-        self._rebound: list[tuple[int, dict[str, Any], str]] = []  # those that functions rebind
+        self._rebound: list[tuple[int, dict[str, Any], str]] = []
         self._objects: list[tuple[int, Any]] = []
         self._assign: Callable[[list[Any]], None] = lambda known: None  # to all that are no objects
+        self._keep: Callable[[list[Any]], None] = lambda known: None  # those that functions rebind
         self._caches: list[Any] = []
         self._replaced = {
             name: type(name, (_Replaced,), {})(self, name) for name in (*REPLACED, *_INNER)
@@ -133,8 +143,7 @@ class Library:
             known = owner.variables
             if len(known) < count:  # it has loaded modules
                 known += [variable.get() for variable in self._variables[len(known) :]]
-            for index, values, name in self._rebound:
-                known[index] = values[name]
+            self._keep(known)
         self.owner, self.system = process, process.system
         known = process.variables
         if len(known) < count:
@@ -183,7 +192,7 @@ class Library:
                 self._objects.append((index, variable.object))
             else:
                 self._rebound += [(index, variable.values, name_)] * (name_ in source.rebound)
-        self._assign = assign_all(self._variables)
+        self._assign, self._keep = assign_all(self._variables), keep_all(self._rebound)
         self._caches += [each for each in vars(module).values() if isinstance(each, _Cached)]
         return module
 

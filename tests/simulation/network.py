@@ -29,6 +29,7 @@ LOOPBACK = "127.0.0.1"
 _RESETS = struct.pack("ii", 1, 0)  # what SO_LINGER says where closing resets the connection
 _TCP_INFO = struct.Struct("=2xBB52xI")  # repetitions, questions, milliseconds since an answer
 _DONTWAIT = int(real_socket.MSG_DONTWAIT)
+_PEEK = int(real_socket.MSG_PEEK)
 _RDHUP = getattr(real_select, "POLLRDHUP", 0)
 
 
@@ -230,7 +231,7 @@ class Socket:
                 error, self._error, self._at_end = self._error, None, True
                 raise error
         inbox = self._inbox
-        if not flags & real_socket.MSG_PEEK:
+        if not flags & _PEEK:
             self._inbox = inbox[most:]
         return inbox[:most]
 
@@ -323,7 +324,9 @@ class Socket:
 
     def events(self) -> int:
         """Return what `poll` says about it."""
-        found = real_select.POLLIN if self.is_readable() else 0
+        found = 0
+        if self._inbox or self._at_end or self._error or self.backlog or self.is_closed:
+            found = real_select.POLLIN  # as `is_readable` says, without a call
         if self.peer is not None:
             found |= real_select.POLLOUT
             found |= _RDHUP if self._at_end else 0

@@ -233,6 +233,7 @@ class Process:
 
     def _vanish(self) -> None:
         self.is_gone, self.ended = True, self.world.now
+        self.world.has_changed = True
         self.host.processes.remove(self)
         self.world.forget(self)
         self.world.stopped.discard(self)

@@ -83,7 +83,7 @@ FOUND = {
         ),
     ),
     "workers of a decision that never formed count as having the state": Plan(
-        3,
+        7,
         3,
         1,
         1,
@@ -175,7 +175,7 @@ FOUND = {
     "every decision gives workers whose program hangs more time": HANGING,
     "rank 0 gives its state to all, whoever has the newest": replace(
         CALM,
-        seed=7,
+        seed=14,
         num_hosts=3,
         samples=120,
         faults=(
@@ -354,20 +354,19 @@ def test_the_same_seed_gives_the_same_events():
     program = (
         "from tests.simulation.job import simulate\n"
         "from tests.simulation.plan import Plan\n"
-        "{before}print(simulate(Plan.from_seed(2)).fingerprint())"
+        "print(simulate(Plan.from_seed(2)).fingerprint())"
     )
-    found = [
-        subprocess.run(
-            [sys.executable, "-c", program.format(before=before)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for hash_seed, before in (("0", ""), ("1", "simulate(Plan.from_seed(4))\n"))
-    ]
-    assert len(set(found)) == 1
+    hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # another one than here
+    alone = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    simulate(CALM)
+    assert alone.stdout.strip() == simulate(Plan.from_seed(2)).fingerprint()
 
 
 def test_a_mistake_is_found_and_its_story_is_short():

@@ -56,7 +56,8 @@ class Lock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         world = self._world
         world.pause()
-        task = world.running()
+        task = world.current
+        assert task is not None
         if self._owner is None:
             self._owner, self._depth = task, 1
             return True

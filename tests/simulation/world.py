@@ -66,6 +66,7 @@ class World:
         self.modules = modules
         modules.begin(self)
         self.stopped: set[object] = set()  # processes and threads that do not run now
+        self.has_changed = False  # what decides whether `run` is over
         self.random = random.Random(seed)
         self.now = 1000.0
         self.hub = getcurrent()
@@ -99,6 +100,7 @@ class World:
     def run(self, is_over: Callable[[], bool], limit: float) -> bool:
         """Let things happen until `is_over`; return False if nothing can, or time is up."""
         self._is_over, self._end = is_over, self.now + limit
+        self.has_changed = True
         while (task := self._next_task()) is not None:
             task.greenlet.switch()
         return is_over()
@@ -116,8 +118,12 @@ class World:
         Threads that wait call this themselves: a switch leads from one to the next.
         """
         self.current = None
-        timers, draw_bits, is_over = self._timers, self.random.getrandbits, self._is_over
-        while not is_over():
+        timers, draw_bits = self._timers, self.random.getrandbits
+        while True:
+            if self.has_changed:
+                if self._is_over():
+                    return None
+                self.has_changed = False
             if not timers or timers[0][0] > self.now:
                 candidates = self._runnable
                 if self.stopped:
@@ -150,7 +156,6 @@ class World:
                 self._switches_before = self.switches
             _, _, call, arguments = heappop(timers)
             call(*arguments)
-        return None
 
     def _wait(self, task: Task) -> None:
         """Let others run, until it is this thread's turn."""
@@ -204,7 +209,9 @@ class World:
 
     def park(self, reason: object, seconds: float | None = None) -> bool:
         """Wait until `wake`; return False if that does not come within this time."""
-        task = self.running()
+        task = self.current
+        if task is None or task.process.is_gone:
+            task = self.running()
         task._is_parked, task._was_woken = True, False
         task.waiting_for = reason
         if seconds is None:

@@ -19,7 +19,8 @@ from typing import Any
 from horovod.common.exceptions import HorovodInternalError
 
 _HEADER = struct.Struct("<QQ")  # number of the message, bytes that follow
-_NOW = socket.MSG_DONTWAIT
+_NOW = int(socket.MSG_DONTWAIT)  # plain numbers, because Python takes microseconds to combine flags
+_LOOK = int(socket.MSG_PEEK) | _NOW
 _MOST_PIECES = 512  # in one call of the kernel, whose limit is 1024
 
 # Bytes of a long message that the kernel collects before it wakes the thread that waits. On a slow
@@ -171,7 +172,7 @@ class MessageStream:
         """
         try:
             if self.arriving:
-                self.socket.recv(1, socket.MSG_PEEK | _NOW)
+                self.socket.recv(1, _LOOK)
                 return False
             poll = select.poll()
             poll.register(self.socket, select.POLLOUT)
