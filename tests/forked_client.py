@@ -25,7 +25,12 @@ PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 def main(path: str, arguments: list[str]) -> None:
     """Ask the test process that listens at `path` for a process that runs `arguments`."""
-    request = {"arguments": arguments, "environ": dict(os.environ), "folder": os.getcwd()}
+    request = {
+        "arguments": arguments,
+        "environ": dict(os.environ),
+        "folder": os.getcwd(),
+        "client": os.getpid(),
+    }
     content = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)

@@ -5,6 +5,8 @@ launcher on this machine. The launcher starts a small client, `forked_client`, w
 process for a process that has torch (and what else `PRELOAD` names) imported already. Python needs
 some seconds of a core for that in every rank that is started afresh.
 
+The program runs on the client's host, where `tests.hosts` has made several.
+
 It is meant for tests of what programs compute. Tests of how processes start, import and end use
 `sys.executable`: the launcher's child is the client here and not the program, modules are imported
 in another order, and the interpreter is not taken down in the end.
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import importlib
 import io
@@ -33,6 +36,7 @@ from typing import Any
 
 from tests.rank_process import ForkedProcess, PassedFile, leave_test_process, start_fork_server
 
+_NAME_SPACES = ("net", "uts", "mnt")
 _CLIENT = Path(__file__).with_name("forked_client.py")
 
 
@@ -123,6 +127,7 @@ def _signal(process: Any, number: int) -> None:
 
 def _main(executable: str, streams: list[int], request: dict[str, Any]) -> None:
     leave_test_process(dict(enumerate(streams)), request["environ"])
+    _enter_host(request["client"])
     for stream in streams:
         os.close(stream)
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
@@ -145,6 +150,17 @@ def _main(executable: str, streams: list[int], request: dict[str, Any]) -> None:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     os._exit((exit_code or 0) & 0xFF)
+
+
+def _enter_host(client: int) -> None:
+    """Enter the name spaces of the client, which may run on a host that `tests.hosts` has made."""
+    for name in _NAME_SPACES if sys.platform == "linux" else ():
+        theirs = f"/proc/{client}/ns/{name}"
+        if not os.path.samefile(theirs, f"/proc/self/ns/{name}"):
+            space = os.open(theirs, os.O_RDONLY)
+            if ctypes.CDLL(None, use_errno=True).setns(space, 0) != 0:
+                raise OSError(ctypes.get_errno(), f"setns: {theirs}")
+            os.close(space)
 
 
 def _run(arguments: list[str]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from tests.effort import LONG
 from tests.faults.losing_rank import FILE, WAYS
 from tests.faults.test_first_cause import check
+from tests.forked_python import forked_python
 from tests.hosts import host_address
 from tests.multihost.ssh_hosts import INTERFACES, ROOT, SshHosts, available
 from tests.runner.horovodrun import wait_for_starts
@@ -66,7 +67,7 @@ hvd.shutdown()
 # The other ways differ in the ranks and the report, not in ssh: see test_first_cause.
 @pytest.mark.parametrize("way", WAYS if LONG else WAYS[:1])
 def test_the_cause_of_a_failure_is_named(cluster: SshHosts, way: str, tmp_path: Path):
-    command = (sys.executable, FILE, way, str(tmp_path))
+    command = (*forked_python(), FILE, way, str(tmp_path))
     code, _, stderr = cluster.run(
         "-np", "3", "-H", "host0:1,host1:1,host2:1", *command, patient=True
     )
@@ -74,7 +75,7 @@ def test_the_cause_of_a_failure_is_named(cluster: SshHosts, way: str, tmp_path: 
 
 
 def test_collectives_are_right_on_hosts_of_different_sizes(cluster: SshHosts):
-    code, stdout, stderr = cluster.run("-np", "4", "-H", HOSTS, sys.executable, "-c", COLLECTIVES)
+    code, stdout, stderr = cluster.run("-np", "4", "-H", HOSTS, *forked_python(), "-c", COLLECTIVES)
     assert code == 0, stdout + stderr
     cwd = str(cluster.folder)
     assert printed(stdout) == {
@@ -88,7 +89,7 @@ def test_collectives_are_right_on_hosts_of_different_sizes(cluster: SshHosts):
 def test_the_training_example(cluster: SshHosts):
     script = str(ROOT / "examples" / "pytorch" / "pytorch_mnist.py")
     code, stdout, stderr = cluster.run(
-        *("-np", "3", "-H", "host0:2,host1:1", sys.executable, script, "--epochs", "1")
+        *("-np", "3", "-H", "host0:2,host1:1", *forked_python(), script, "--epochs", "1")
     )
     assert code == 0, stdout + stderr
     assert re.search(r"^\[0\]<stdout>:.*accuracy", stdout, re.MULTILINE), stdout
@@ -338,7 +339,7 @@ dist.destroy_process_group()
 
 def test_a_plain_torch_script_meets_on_the_host_of_rank_0(cluster: SshHosts):
     code, stdout, stderr = cluster.run(
-        *("-np", "2", "-H", "host1:1,host2:1", sys.executable, "-c", PLAIN_TORCH)
+        *("-np", "2", "-H", "host1:1,host2:1", *forked_python(), "-c", PLAIN_TORCH)
     )
     assert code == 0, stderr
     assert printed(stdout) == {rank: {"total": [2.0] * 3, "rank": rank} for rank in range(2)}
