@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 
 from tests.examples.programs import PYTORCH, run_example, run_with_checksums
 
@@ -183,6 +182,8 @@ def _check_events(folder: Path, loss: float) -> None:
     events.Reload()
     scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     assert scalars["loss"][-1].value == pytest.approx(loss, abs=1e-3)
+    from sklearn.datasets import load_digits  # here: collecting tests takes long enough
+
     steps = -(-len(load_digits().images) // 2 // 32)  # of a rank in an epoch
     assert [event.step for event in scalars["loss"]] == [steps, 2 * steps]
     for name in ("share_of_waiting", "share_of_reducing"):

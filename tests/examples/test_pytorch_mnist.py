@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader
 
 from tests.examples.programs import PYTORCH, run_example
@@ -102,6 +101,8 @@ def test_missing_the_target_fails_the_job(tmp_path: Path):
 @pytest.fixture
 def idx_folder(tmp_path: Path) -> Path:
     """scikit-learn's digits in MNIST's format, half of the files gzipped."""
+    from sklearn.datasets import load_digits  # here: collecting tests takes long enough
+
     digits = load_digits()
     images, labels = (digits.images * 15).astype(np.uint8), digits.target.astype(np.uint8)
     folder = tmp_path / "idx"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 
 from tests.keras.flavours import FLAVOURS
 from tests.tensorflow.programs import run_in_ranks, run_under_horovodrun
@@ -19,6 +18,8 @@ SCRIPT = "keras/keras_mnist.py"
 @pytest.fixture
 def idx_folder(tmp_path: Path) -> Path:
     """scikit-learn's digits in MNIST's format, half of the files gzipped."""
+    from sklearn.datasets import load_digits  # here: collecting tests takes long enough
+
     digits = load_digits()
     images, labels = (digits.images * 15).astype(np.uint8), digits.target.astype(np.uint8)
     folder = tmp_path / "idx"

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 import horovod.torch as hvd
@@ -58,6 +57,8 @@ class Double(hooks.CommunicationHook):
 @pytest.fixture(scope="module")
 def digits() -> tuple[Tensor, ...]:
     """Images and labels to train with, images and labels to test with."""
+    from sklearn.datasets import load_digits  # here: collecting tests takes long enough
+
     raw = load_digits()
     order = torch.randperm(len(raw.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(raw.data, dtype=torch.float32)[order] / 16
