@@ -9,7 +9,35 @@ from typing import Any
 
 import torch
 
+from horovod.spark.torch.feeding import Feed
+
 Loss = Callable[..., torch.Tensor]
+
+
+class Objective:
+    """The losses and metrics of each label, and how much labels and rows count."""
+
+    def __init__(
+        self,
+        loss: Any,
+        constructors: Any,
+        weights: Sequence[float] | None,
+        metrics: Sequence[Any] | None,
+        feed: Feed,
+    ) -> None:
+        count = len(feed.labels)
+        weighted = feed.sample_weight_col is not None
+        self.functions = loss_functions(loss, constructors, count, weighted)
+        self.weights = to_list(weights or [1.0 / count] * count, count, "loss weights")
+        self.metrics = [to_list(group, count, "metrics") for group in metrics or ()]
+
+    def evaluate(
+        self, model: Any, inputs: Any, labels: Any, sample_weights: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        """Call the model; return its outputs, the labels in their shapes, and the total loss."""
+        outputs, labels = transform_outputs(model(*inputs), labels)
+        loss = total_loss(outputs, labels, self.weights, self.functions, sample_weights)
+        return outputs, labels, loss
 
 
 def to_list(value: Any, length: int, name: str) -> list[Any]:
@@ -23,7 +51,7 @@ def to_list(value: Any, length: int, name: str) -> list[Any]:
 
 
 def loss_functions(loss: Any, constructors: Any, labels: int, weighted: bool) -> list[Loss]:
-    """Return the loss of each label; with `weighted` losses return one value for each row."""
+    """Return the loss of each label; if `weighted`, losses return one value for each row."""
     if constructors is not None:
         makers = to_list(constructors, labels, "loss_constructors")
         return [maker(reduction="none") if weighted else maker() for maker in makers]
