@@ -97,7 +97,7 @@ class KerasEstimator(PersistentInKeras, HorovodEstimator):
             into 24 MiB; 0 does not shuffle.
         shuffle: Whether to shuffle the rows of training. The default is True.
         partitions_per_process: Number of Parquet files for each process. The default is 10.
-        run_id: Name of this run, which goes on from a checkpoint of that name. By default new.
+        run_id: Name of the run, which goes on from a checkpoint of that name. By default a new one.
         train_steps_per_epoch: Number of batches of an epoch on each process. By default all rows.
         validation_steps_per_epoch: Batches of a validation on each process. By default all rows.
         transformation_fn: Function from one pandas DataFrame of rows to another, which runs where
@@ -115,9 +115,9 @@ class KerasEstimator(PersistentInKeras, HorovodEstimator):
         tensorflow_dataset_prefetch_buffer_size: Number of batches that TensorFlow reads ahead. The
             default is 0, which reads one ahead.
         nan_labels: What is done with rows that have NaN in a label or weight: "refuse" raises an
-            error that counts them, "drop" leaves them out, "keep" uses them. The default: "refuse".
-        disk_cache: Whether each process keeps decoded rows in a temporary file in Spark's local
-            folders, while a tenth of the disk is free, to decode them only once. The default: True.
+            error that counts them, "drop" leaves them out, "keep" uses them. By default "refuse".
+        disk_cache: Whether each process keeps decoded rows in a file in Spark's local folders, to
+            decode them only once, while a tenth of the disk is free. The default is True.
 
     Raises:
         ValueError: A value has the wrong type. What is missing or does not fit is found by `fit`,

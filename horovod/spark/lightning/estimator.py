@@ -78,7 +78,7 @@ class TorchEstimator(ModuleEstimator):
             into 24 MiB; 0 does not shuffle.
         shuffle: Whether to shuffle the rows of training. The default is True.
         partitions_per_process: Number of Parquet files for each process. The default is 10.
-        run_id: Name of this run, which goes on from a checkpoint of that name. By default new.
+        run_id: Name of the run, which goes on from a checkpoint of that name. By default a new one.
         train_minibatch_fn: Refused: this is what `training_step` does.
         train_steps_per_epoch: Number of batches of an epoch on each process. By default all rows.
         validation_steps_per_epoch: Batches of a validation on each process. By default all rows.
@@ -112,9 +112,9 @@ class TorchEstimator(ModuleEstimator):
             0 uses no thread. The default is 8.
         trainer_args: Dict of arguments of the Trainer, which come before others. By default none.
         nan_labels: What is done with rows that have NaN in a label or weight: "refuse" raises an
-            error that counts them, "drop" leaves them out, "keep" uses them. The default: "refuse".
-        disk_cache: Whether each process keeps decoded rows in a temporary file in Spark's local
-            folders, while a tenth of the disk is free, to decode them only once. The default: True.
+            error that counts them, "drop" leaves them out, "keep" uses them. By default "refuse".
+        disk_cache: Whether each process keeps decoded rows in a file in Spark's local folders, to
+            decode them only once, while a tenth of the disk is free. The default is True.
 
     Raises:
         ValueError: A value has the wrong type. What is missing or does not fit is found by `fit`,
@@ -183,13 +183,6 @@ class TorchEstimator(ModuleEstimator):
         super().__init__()
         self._set_given(self._input_kwargs)
 
-    def _is_module(self) -> bool:
-        try:
-            remote.flavour_of(self.getModel())
-        except ValueError:
-            return False
-        return True
-
     def _check_params(self) -> None:
         super()._check_params()
         try:
@@ -198,7 +191,7 @@ class TorchEstimator(ModuleEstimator):
             raise RuntimeError(str(error)) from None
         if self.getTrainMinibatchFn() is not None:
             raise ValueError("train_minibatch_fn is not for Lightning: write it into training_step")
-        if self._is_module():
+        if remote.flavour_of(self.getModel()) is not None:
             for name in ("optimizer", "loss", "loss_constructors", "loss_weights"):
                 if self.getOrDefault(name) is not None:
                     raise ValueError(
@@ -216,7 +209,7 @@ class TorchEstimator(ModuleEstimator):
         self._check_losses()
 
     def _module(self) -> Any:
-        if self._is_module():
+        if remote.flavour_of(self.getModel()) is not None:
             return self.getModel()
         if not self.getFeatureCols():
             raise ValueError("feature_cols is not set, which a plain torch.nn.Module needs")

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from horovod.lightning import flavours
-from horovod.spark.torch import losses
-from horovod.spark.torch.feeding import Feed
+from horovod.spark.torch.feeding import Feed, Objective
 
 
 def to_lightning_module(
@@ -32,7 +31,7 @@ def to_lightning_module(
     feed = Feed(
         list(feature_cols), list(label_cols), sample_weights_col, input_shapes, label_shapes
     )
-    objective = losses.Objective(loss_fns, loss_constructors, loss_weights, metrics, feed)
+    objective = Objective(feed, loss_fns, loss_constructors, loss_weights, metrics)
 
     class ConvertedModule(base):  # type: ignore[misc, valid-type]
         takes_columns = True  # numbers as batches of shape (n, 1), when it predicts as well

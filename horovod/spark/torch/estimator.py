@@ -140,7 +140,7 @@ class TorchEstimator(ModuleEstimator):
             into 24 MiB; 0 does not shuffle.
         shuffle: Whether to shuffle the rows of training. The default is True.
         partitions_per_process: Number of Parquet files for each process. The default is 10.
-        run_id: Name of this run, which goes on from a checkpoint of that name. By default new.
+        run_id: Name of the run, which goes on from a checkpoint of that name. By default a new one.
         train_minibatch_fn: Function that computes outputs and loss of one batch and makes the step,
             in place of the usual one. It is called with the model, the optimizer, a function that
             brings outputs and labels into one form, the losses, inputs, labels and weights.
@@ -157,9 +157,9 @@ class TorchEstimator(ModuleEstimator):
         mp_start_method: Accepted for compatibility and ignored: readers are threads.
         backward_passes_per_step: Batches whose gradients make one step. The default is 1.
         nan_labels: What is done with rows that have NaN in a label or weight: "refuse" raises an
-            error that counts them, "drop" leaves them out, "keep" uses them. The default: "refuse".
-        disk_cache: Whether each process keeps decoded rows in a temporary file in Spark's local
-            folders, while a tenth of the disk is free, to decode them only once. The default: True.
+            error that counts them, "drop" leaves them out, "keep" uses them. By default "refuse".
+        disk_cache: Whether each process keeps decoded rows in a file in Spark's local folders, to
+            decode them only once, while a tenth of the disk is free. The default is True.
 
     Raises:
         ValueError: A value has the wrong type. What is missing or does not fit is found by `fit`,

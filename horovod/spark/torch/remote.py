@@ -13,9 +13,8 @@ import torch
 import horovod.torch as hvd
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.task import local_device_index
-from horovod.spark.torch import losses
 from horovod.spark.torch.datamodule import PetastormDataModule
-from horovod.spark.torch.feeding import Feed
+from horovod.spark.torch.feeding import Averages, Feed, Objective, transform_outputs
 
 
 def train(job: TrainingJob) -> dict[str, Any] | None:
@@ -41,22 +40,19 @@ class _Training:
             job["label_shapes"],
             frozenset(job["categorical_cols"] or ()),
         )
-        self.objective = losses.Objective(
+        self.objective = Objective(
+            self.feed,
             packed["loss"],
             packed["loss_constructors"],
             job["loss_weights"],
             job["metrics"],
-            self.feed,
         )
         self.passes = job["backward_passes_per_step"]
         self.batch_index = 0
-        self._prepare()
-
-    def _prepare(self) -> None:
         self.model.to(self.device)
-        if self.job.checkpoint is not None:
+        if job.checkpoint is not None:
             saved = torch.load(
-                io.BytesIO(self.job.checkpoint), map_location=self.device, weights_only=True
+                io.BytesIO(job.checkpoint), map_location=self.device, weights_only=True
             )
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
@@ -71,7 +67,7 @@ class _Training:
         self.optimizer = hvd.DistributedOptimizer(
             self.optimizer,
             named_parameters=self.model.named_parameters(),
-            compression=self.job["gradient_compression"] or hvd.Compression.none,
+            compression=job["gradient_compression"] or hvd.Compression.none,
             backward_passes_per_step=self.passes,
         )
 
@@ -104,7 +100,7 @@ class _Training:
         return {"history": history, "state": self._state()}
 
     def _train(self, batches: Any) -> dict[str, Any]:
-        averages = losses.Averages(self.objective.metrics)
+        averages = Averages(self.objective.metrics)
         self.model.train()
         for batch in batches:
             inputs, labels, sample_weights = self.feed.split(batch, self.device)
@@ -114,14 +110,14 @@ class _Training:
                 outputs, loss = self.job["train_minibatch_fn"](
                     self.model,
                     self.optimizer,
-                    losses.transform_outputs,
+                    transform_outputs,
                     self.objective.functions,
                     inputs,
                     labels,
                     sample_weights,
                 )
                 if self.objective.metrics:
-                    outputs, labels = losses.transform_outputs(outputs, labels)
+                    outputs, labels = transform_outputs(outputs, labels)
             averages.add(len(inputs[0]), loss, outputs, labels)
         return averages.result(hvd, "train")
 
@@ -138,7 +134,7 @@ class _Training:
 
     @torch.no_grad()
     def _validate(self, batches: Any) -> dict[str, Any]:
-        averages = losses.Averages(self.objective.metrics)
+        averages = Averages(self.objective.metrics)
         self.model.eval()
         for batch in batches:
             inputs, labels, sample_weights = self.feed.split(batch, self.device)

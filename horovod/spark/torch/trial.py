@@ -19,9 +19,8 @@ import torch
 from horovod.common.logging import get_logger
 from horovod.spark.common.reading.columns import ColumnError, Rows
 from horovod.spark.common.reading.row_buffer import row_count
-from horovod.spark.torch import losses
 from horovod.spark.torch.datamodule import tensors
-from horovod.spark.torch.feeding import Feed
+from horovod.spark.torch.feeding import Feed, Objective, transform_outputs
 
 logger = get_logger(__name__)
 
@@ -58,8 +57,8 @@ class Trial:
 
     def _try(self, rows: Rows) -> None:
         packed = cloudpickle.loads(self.payload)  # a copy, so that the user's model stays as it is
-        objective = losses.Objective(
-            packed["loss"], packed["loss_constructors"], None, self.metrics, self.feed
+        objective = Objective(
+            self.feed, packed["loss"], packed["loss_constructors"], None, self.metrics
         )
         model = packed["model"].cpu()
         inputs, given, _ = self.feed.split(tensors(rows))
@@ -74,7 +73,7 @@ class Trial:
             return
         names = ", ".join(self.feed.labels)
         pairs = _call(
-            lambda: losses.transform_outputs(outputs, given),
+            lambda: transform_outputs(outputs, given),
             f"the outputs of the model do not fit the label(s) {names}",
             "The model returns one tensor for each of label_cols, in their order",
         )
