@@ -2,9 +2,9 @@
 
 `runner` (`RayExecutor`) chooses an adapter: `static` (a fixed set of workers, for which `strategy`
 finds room) or `elastic_v2` (workers that come and go: the elastic driver of `horovod.runner` starts
-them on the hosts of `node_set`, which `discovery` finds). `worker` is the actor, `coordinator`
-numbers the ranks and serves the job's store, `logs` passes messages of workers to callbacks.
-`train` has the trainer for Ray Train, `elastic` an old name. Needs ``pip install 'horovod[ray]'``.
+them on the nodes of `node_set`). `worker` is the actor, `coordinator` numbers the ranks and serves
+the job's store, `ray_logger` passes messages of workers to callbacks. `train` has the trainer for
+Ray Train, `elastic` an old name. Needs ``pip install 'horovod[ray]'``.
 """
 
 from __future__ import annotations

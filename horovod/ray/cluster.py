@@ -1,6 +1,6 @@
 """Ask Ray about the cluster: whether there is one, which nodes it has, and what these offer.
 
-`strategy`, `discovery` and `node_set` use this.
+`strategy`, `elastic_v2` and `node_set` use this.
 """
 
 from __future__ import annotations

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from horovod.common.config import Config
 from horovod.common.joining.addresses import LOOPBACK, is_loopback
 from horovod.common.joining.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
 from horovod.common.store import MemoryStore
-from horovod.common.topology import Slot
 from horovod.common.wire import encode_key
 from horovod.observe.dashboard.watching import open_watcher
+from horovod.ray.adapter import key_of, nics_of
 from horovod.ray.cluster import say
-from horovod.ray.settings import key_of, nics_of
 from horovod.ray.worker import WorkerInfo, own_versions
-from horovod.runner.api import JobWatcher, StoreEndpoints, slot_variables
+from horovod.runner.api import Host, JobWatcher, StoreEndpoints, plan_slots, slot_variables
 
 
 class Coordinator:
@@ -59,22 +59,10 @@ class Coordinator:
 
     def finalize_registration(self) -> dict[int, dict[str, str]]:
         """Return the environment variables that tell each rank its numbers in the job."""
-        nodes = {node: sorted(ranks) for node, ranks in self._nodes.items()}
-        found = {}
-        for node, ranks in nodes.items():
-            for local, rank in enumerate(ranks):
-                peers = [name for name in nodes if len(nodes[name]) > local]
-                found[rank] = slot_variables(
-                    Slot(
-                        hostname=node,
-                        rank=rank,
-                        size=self.world_size,
-                        local_rank=local,
-                        local_size=len(ranks),
-                        cross_rank=peers.index(node),
-                        cross_size=len(peers),
-                    )
-                )
+        ranks = [rank for node in self._nodes.values() for rank in sorted(node)]
+        hosts = [Host(node, len(ranks)) for node, ranks in self._nodes.items()]
+        slots = zip(ranks, plan_slots(hosts, self.world_size), strict=True)
+        found = {rank: slot_variables(replace(slot, rank=rank)) for rank, slot in slots}
         return dict(sorted(found.items()))
 
     def establish_rendezvous(self) -> dict[str, str]:

@@ -9,10 +9,9 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from horovod.ray.adapter import Callback
-from horovod.ray.discovery import RayHostDiscovery, TestDiscovery
+from horovod.ray.adapter import Callback, ElasticRaySettings
+from horovod.ray.elastic_v2 import RayHostDiscovery, TestDiscovery
 from horovod.ray.runner import RayExecutor
-from horovod.ray.settings import ElasticRaySettings
 
 __all__ = ["ElasticRayExecutor", "RayHostDiscovery", "TestDiscovery"]
 

@@ -22,7 +22,7 @@ from horovod.common.generations.membership import WORKER_ID
 from horovod.common.joining.launcher_store import SECRET_KEY
 from horovod.common.topology import Slot
 from horovod.common.wire import encode_key
-from horovod.ray.adapter import Executable
+from horovod.ray.adapter import BaseParams, Executable, nics_of
 from horovod.ray.cluster import (
     SILENT_SECONDS,
     describe_amounts,
@@ -31,9 +31,7 @@ from horovod.ray.cluster import (
     kill,
 )
 from horovod.ray.coordinator import open_endpoints
-from horovod.ray.params import BaseParams
 from horovod.ray.ray_logger import StoreQueue
-from horovod.ray.settings import nics_of
 from horovod.ray.worker import ElasticWorker, WorkerEnd, WorkerInfo, own_versions
 from horovod.runner.api import (
     Failure,

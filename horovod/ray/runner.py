@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from horovod.ray.adapter import Adapter, BaseParams, Callback, as_call
+from horovod.ray.adapter import Adapter, BaseParams, Callback, MiniSettings, StaticParams
 from horovod.ray.client import RemoteAdapter
 from horovod.ray.cluster import require_ray, restore_sigterm, through_client
 from horovod.ray.coordinator import Coordinator
 from horovod.ray.elastic_v2 import ElasticAdapter, ElasticParams
-from horovod.ray.params import StaticParams
-from horovod.ray.settings import MiniSettings
 from horovod.ray.static import StaticAdapter
 
 __all__ = [
@@ -217,7 +215,7 @@ class RayExecutor:
             RuntimeError: `start` was not called.
             RemoteError: A worker died.
         """
-        return self._running().execute(as_call(fn, args, kwargs), callbacks)
+        return self._running().execute(_as_call(fn, args, kwargs), callbacks)
 
     def run_remote(
         self,
@@ -235,7 +233,7 @@ class RayExecutor:
         Returns:
             A list with one ObjectRef for each rank.
         """
-        return self._running().execute_remote(as_call(fn, args, kwargs))
+        return self._running().execute_remote(_as_call(fn, args, kwargs))
 
     def execute(
         self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None
@@ -273,3 +271,13 @@ class RayExecutor:
         if self.adapter is None:
             raise RuntimeError("the workers are not running: call start() first")
         return self.adapter
+
+
+def _as_call(
+    fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> Callable[[Any], Any]:
+    """Return a function that ignores a worker's executable and calls ``fn(*args, **kwargs)``."""
+    if not callable(fn):
+        raise ValueError(f"a function is needed to call on the workers, not {fn!r}")
+    positional, named = tuple(args or ()), dict(kwargs or {})
+    return lambda executable: fn(*positional, **named)

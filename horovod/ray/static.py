@@ -14,12 +14,10 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.ray.adapter import Adapter, Callback, Executable
+from horovod.ray.adapter import Adapter, Callback, Executable, StaticParams
 from horovod.ray.cluster import INTERRUPTED, kill, say
 from horovod.ray.coordinator import Coordinator
-from horovod.ray.logs import Messages
-from horovod.ray.params import StaticParams
-from horovod.ray.ray_logger import StoreQueue
+from horovod.ray.ray_logger import Messages, StoreQueue
 from horovod.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 from horovod.ray.worker import WorkerInfo
 from horovod.runner.api import RemoteError
@@ -55,7 +53,12 @@ class StaticAdapter(Adapter):
     def _start(self, extra: Mapping[str, str]) -> None:
         strategy = self.strategy = self._make_strategy()
         workers = strategy.create_workers()
-        infos = self._infos_of(strategy, workers)
+        described = [worker.describe.remote() for worker in workers]
+        strategy.await_start(
+            lambda seconds: not ray.wait(described, num_returns=len(workers), timeout=seconds)[1],
+            strategy.wait_seconds + self.settings.timeout_s,
+        )
+        infos: list[WorkerInfo] = ray.get(described)
         # Ranks of a node are neighbours, in whatever order Ray has filled the nodes.
         nodes = list(dict.fromkeys(info.node_id for info in infos))
         order = sorted(range(len(infos)), key=lambda i: nodes.index(infos[i].node_id))
@@ -93,15 +96,6 @@ class StaticAdapter(Adapter):
             force_create_placement_group=not params.use_current_placement_group,
             **needs,
         )
-
-    def _infos_of(self, strategy: BaseStrategy, workers: Sequence[Any]) -> list[WorkerInfo]:
-        refs = [worker.describe.remote() for worker in workers]
-        strategy.await_start(
-            lambda seconds: len(ray.wait(refs, num_returns=len(refs), timeout=seconds)[1]) == 0,
-            strategy.wait_seconds + self.settings.timeout_s,
-        )
-        infos: list[WorkerInfo] = ray.get(refs)
-        return infos
 
     def _gpus(self, rank: int) -> dict[str, str]:
         """Show a rank all GPUs of the job on its node: its local rank is the index of its own."""

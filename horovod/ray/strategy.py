@@ -19,8 +19,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from horovod.ray.adapter import BaseParams
 from horovod.ray.cluster import SILENT_SECONDS, describe_amounts, describe_room, kill, say
-from horovod.ray.params import BaseParams
 from horovod.ray.worker import BaseHorovodWorker
 
 
@@ -176,16 +176,11 @@ class PGStrategy(BaseStrategy):
         return self._start(range(self.num_workers))
 
     def describe(self) -> str:
-        return (
-            f"{self.num_workers} workers with {describe_amounts(self._needs.resources)} each"
-            f"{self._where()}"
-        )
-
-    def _where(self) -> str:
+        text = f"{self.num_workers} workers with {describe_amounts(self._needs.resources)} each"
         if self._group is None or self._created_placement_group is not None:
-            return ""
+            return text
         bundles = ", ".join(describe_amounts(bundle) for bundle in self._group.bundle_specs)
-        return f" in the current placement group (its bundles: {bundles})"
+        return f"{text} in the current placement group (its bundles: {bundles})"
 
 
 def create_placement_group(

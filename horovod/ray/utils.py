@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from horovod.ray.settings import nics_of
+from horovod.ray.adapter import nics_of
 
 __all__ = ["detect_nics", "nics_to_env_var"]
 

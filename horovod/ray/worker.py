@@ -7,6 +7,7 @@ function that it is given does.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -31,8 +32,6 @@ from horovod.runner.api import (
     pickled,
     probe,
 )
-
-_COMPARED = ("torch",)  # packages that must be the same on all ranks, besides our own
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class BaseHorovodWorker:
 
     def node_id(self) -> str:
         """Return the id of the Ray node that this worker is on."""
-        return node_id()
+        return str(ray.get_runtime_context().get_node_id())
 
     def hostname(self) -> str:
         """Return the host name of this worker."""
@@ -86,7 +85,7 @@ class BaseHorovodWorker:
 
     def get_gpu_ids(self) -> list[str]:
         """Return the ids of the GPUs that Ray has given to this worker."""
-        return gpu_ids()
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def update_env_vars(self, env_vars: Mapping[str, str]) -> None:
         """Set variables of this worker's environment.
@@ -203,23 +202,15 @@ class ElasticWorker(BaseHorovodWorker):
         return WorkerEnd(0, True, _rank(), value)
 
 
-def node_id() -> str:
-    return str(ray.get_runtime_context().get_node_id())
-
-
-def gpu_ids() -> list[str]:
-    return [str(gpu) for gpu in ray.get_gpu_ids()]
-
-
 def describe_worker() -> WorkerInfo:
     """Describe this process, which Ray has started."""
     address = ray.util.get_node_ip_address()
     return WorkerInfo(
-        node_id=node_id(),
+        node_id=str(ray.get_runtime_context().get_node_id()),
         hostname=socket.gethostname(),
         address=address,
         pid=os.getpid(),
-        gpu_ids=tuple(gpu_ids()),
+        gpu_ids=tuple(map(str, ray.get_gpu_ids())),
         free_port=keep_port(address),
         versions=own_versions(),
     )
@@ -228,11 +219,8 @@ def describe_worker() -> WorkerInfo:
 def own_versions() -> dict[str, str]:
     """Return the versions that must be the same everywhere, of packages that are installed."""
     found = {"horovod": horovod.__version__, "Python": platform.python_version()}
-    for package in _COMPARED:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["torch"] = importlib.metadata.version("torch")
     return found
 
 

@@ -23,8 +23,6 @@ Answer = TypeVar("Answer")
 
 logger = get_logger(__name__)
 
-_ANY = ("0.0.0.0", "::")
-
 
 def active_context() -> Any:
     """Return the SparkContext of this process; `RuntimeError` if there is none."""
@@ -51,18 +49,6 @@ def active_context() -> Any:
     return context
 
 
-def checked_profile(profile: Any) -> Any:
-    """Return the profile; `ValueError` if it is not one of Spark's."""
-    from pyspark.resource import ResourceProfile
-
-    if profile is not None and not isinstance(profile, ResourceProfile):
-        raise ValueError(
-            "resource_profile must be a pyspark.resource.ResourceProfile, such as "
-            f"ResourceProfileBuilder().require(requests).build, not {profile!r}"
-        )
-    return profile
-
-
 def _ask_java(question: Callable[[], Answer]) -> Answer | None:
     """Ask Spark's Java side; return None if it fails, since a job can do without the answer."""
     try:
@@ -77,6 +63,13 @@ class Cluster:
 
     def __init__(self, context: Any, resource_profile: Any = None) -> None:
         """Take a `pyspark.resource.ResourceProfile`, or None for Spark's own."""
+        from pyspark.resource import ResourceProfile
+
+        if resource_profile is not None and not isinstance(resource_profile, ResourceProfile):
+            raise ValueError(
+                "resource_profile must be a pyspark.resource.ResourceProfile, such as "
+                f"ResourceProfileBuilder().require(requests).build, not {resource_profile!r}"
+            )
         self.context = context
         self.resource_profile = resource_profile
         self._conf = context.getConf()
@@ -182,7 +175,7 @@ class Cluster:
         for address in routable or own:
             return address, address
         bind = self._conf.get("spark.driver.bindAddress", "")
-        if bind in _ANY or (bind and is_local(bind)):
+        if bind in ("0.0.0.0", "::") or (bind and is_local(bind)):
             return bind, name  # executors reach it by another address, as they reach Spark's driver
         raise RuntimeError(
             f"cannot tell at which address executors reach this machine: spark.driver.host is "

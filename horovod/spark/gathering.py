@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import metadata
 
 from horovod.common.exceptions import TimeoutException
 from horovod.common.topology import Slot
 from horovod.runner.api import Host, plan_slots
 from horovod.spark.cluster import Cluster
 from horovod.spark.spark_job import SparkJob
-from horovod.spark.task_link import TaskInfo, TaskLink, TaskServer
+from horovod.spark.task_link import TaskInfo, TaskLink, TaskServer, installed_torch
 
 _LOOK_SECONDS = 1.0  # between looks at whether tasks that have connected still live
 
@@ -109,37 +107,16 @@ def check_versions(infos: Sequence[TaskInfo], driver: str) -> None:
             )
 
 
-def installed_torch() -> str | None:
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _release(version: str) -> str:
     """Return a version without its build: CPU and GPU builds of one release work together."""
     return version.partition("+")[0]
 
 
-@dataclass(frozen=True)
-class TaskAssignment:
-    """A rank and the task that it runs in."""
-
-    link: TaskLink
-    slot: Slot
-
-    @property
-    def name(self) -> str:
-        info = self.link.info
-        return f"{info.hostname} (Spark task {info.partition})"
-
-
-def assign_ranks(links: Sequence[TaskLink]) -> list[TaskAssignment]:
+def assign_ranks(links: Sequence[TaskLink]) -> list[tuple[TaskLink, Slot]]:
     """Give tasks ranks host by host, beginning with the host of the first partition."""
     by_host: dict[str, list[TaskLink]] = {}
     for link in sorted(links, key=lambda each: each.info.partition):
         by_host.setdefault(link.info.host, []).append(link)
     ordered = [link for group in by_host.values() for link in group]
     hosts = [Host(name, len(group)) for name, group in by_host.items()]
-    slots = plan_slots(hosts, len(ordered))
-    return [TaskAssignment(link, slot) for link, slot in zip(ordered, slots, strict=True)]
+    return list(zip(ordered, plan_slots(hosts, len(ordered)), strict=True))

@@ -72,16 +72,12 @@ class HorovodRunner:
         if not callable(main):
             raise ValueError(f"main must be a function, not {main!r}")
         if self.num_processor < 0:
-            return self._run_here(main, kwargs)[0]
+            from horovod.runner.api import run
+
+            count = -self.num_processor
+            hosts = f"localhost:{count}"  # also where the driver is part of a batch job
+            return run(main, kwargs=kwargs, num_proc=count, hosts=hosts)[0]
         return self._run_in_tasks(main, kwargs)[0]
-
-    def _run_here(self, main: Callable[..., Any], kwargs: dict[str, Any]) -> list[Any]:
-        from horovod.runner.api import run
-
-        count = -self.num_processor
-        hosts = f"localhost:{count}"  # also where the driver is part of a batch job
-        found: list[Any] = run(main, kwargs=kwargs, num_proc=count, hosts=hosts)
-        return found
 
     def _run_in_tasks(self, main: Callable[..., Any], kwargs: dict[str, Any]) -> list[Any]:
         from horovod.spark.cluster import Cluster, active_context

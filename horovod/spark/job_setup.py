@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from horovod.observe.dashboard.watching import open_watcher
 from horovod.runner.api import (
     CALL,
     SEARCH_PATH,
+    Colour,
     Console,
     JobController,
     JobWatcher,
@@ -27,8 +29,43 @@ from horovod.runner.api import (
 )
 from horovod.spark.cluster import Cluster
 from horovod.spark.spark_job import SparkJob
-from horovod.spark.task_link import TaskServer
-from horovod.spark.ticket import Ticket
+from horovod.spark.task_link import TaskServer, Ticket
+
+
+class StreamConsole(Console):
+    """A console that writes to objects with a ``write`` method, of text or of bytes.
+
+    Notebooks replace ``sys.stdout`` by an object without a descriptor, so this one writes text.
+    """
+
+    def __init__(self, stdout: Any, stderr: Any, *, timestamps: bool, quiet: bool) -> None:
+        super().__init__(timestamps=timestamps, speaker="horovod.spark")
+        self._terminals = set()
+        self._coloured = set()
+        self._streams: dict[str, Any] = {
+            "stdout": sys.stdout if stdout is None else stdout,
+            "stderr": sys.stderr if stderr is None else stderr,
+        }
+        self._files = {name: id(stream) for name, stream in self._streams.items()}
+        self._quiet = quiet
+
+    def say(self, text: str, colour: Colour = Colour.PLAIN) -> None:
+        if not self._quiet:
+            super().say(text, colour)
+
+    def _put(self, stream: str, data: bytes) -> None:
+        target = self._streams[stream]
+        if not data or stream in self._lost:
+            return
+        try:
+            try:
+                target.write(data.decode(errors="replace"))
+            except TypeError:  # a file of bytes
+                target.write(data)
+            if hasattr(target, "flush"):
+                target.flush()
+        except BrokenPipeError:
+            self._lost.add(stream)
 
 
 @dataclass(frozen=True)
@@ -91,8 +128,8 @@ def make_setup(
     start_timeout: float | None,
     env: Mapping[str, str] | None,
     nics: Sequence[str] | str | None,
-    executable: str | None,
     verbose: int,
+    executable: str | None = None,
 ) -> JobSetup:
     """Make the setup of a job; `ValueError` for an argument that is wrong."""
     if start_timeout is None:
@@ -101,6 +138,9 @@ def make_setup(
         raise ValueError(f"start_timeout must be more than 0 seconds, not {start_timeout!r}")
     interfaces = [nics] if isinstance(nics, str) else sorted(nics or ())
     listen, address = cluster.driver_addresses(interfaces)
+    for name, value in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name:
+            raise ValueError(f"env must map names to texts, but has {name!r}: {value!r}")
     store = MemoryStore()
     put(store, CALL, call)
     store.set(SEARCH_PATH, b"[]")  # tasks have it already, and put it behind their own
@@ -108,7 +148,7 @@ def make_setup(
         address=address,
         port=0,
         key=new_key(),
-        env=_checked_environment(env),
+        env=dict(env or {}),
         search_path=search_path(),
         executable=executable,
         version=horovod.__version__,
@@ -131,11 +171,3 @@ def pack_call(
             f"horovod.spark.run cannot send the function or its arguments to the workers: {error}"
         ) from error
     return packed
-
-
-def _checked_environment(env: Mapping[str, str] | None) -> dict[str, str]:
-    found = dict(env or {})
-    for name, value in found.items():
-        if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name:
-            raise ValueError(f"env must map names to texts, but has {name!r}: {value!r}")
-    return found

@@ -62,8 +62,7 @@ def run(
             own. Each line has the rank before it.
         verbose: How much is said about the start: 0 is nothing, 2 is more. The default is 1.
         nics: Network interfaces to use between the hosts. By default they are found.
-        prefix_output_with_timestamp: Whether lines of output also have the time before them. The
-            default is False.
+        prefix_output_with_timestamp: Whether lines also begin with the time. The default is False.
         executable: Python interpreter of the workers. By default that of the executors.
         resource_profile: `pyspark.resource.ResourceProfile` with the cores, GPUs and other
             resources of each task (Spark's stage-level scheduling). By default what the session
@@ -80,18 +79,17 @@ def run(
     Examples:
         >>> results = horovod.spark.run(train, args=(10,), num_proc=4)
     """
-    from horovod.spark.cluster import Cluster, active_context, checked_profile
-    from horovod.spark.job_setup import make_setup, pack_call
-    from horovod.spark.static_run import run_static
-    from horovod.spark.streams import StreamConsole
+    from horovod.spark.cluster import Cluster, active_context
+    from horovod.spark.job_setup import StreamConsole, make_setup, pack_call
+    from horovod.spark.jobs import run_static
 
     call = pack_call(fn, args, kwargs)
     if use_mpi and use_gloo:
         raise ValueError("give one of use_gloo and use_mpi")
     if use_mpi:
         raise ValueError(_MPI)
-    cluster = Cluster(active_context(), checked_profile(resource_profile))
-    num_proc = _count("num_proc", num_proc, cluster.default_parallelism)
+    cluster = Cluster(active_context(), resource_profile)
+    num_proc = _count(num_proc, cluster.default_parallelism)
     setup = make_setup(
         cluster,
         call,
@@ -99,8 +97,8 @@ def run(
         start_timeout=start_timeout,
         env=env,
         nics=nics,
-        executable=executable,
         verbose=verbose,
+        executable=executable,
     )
     return run_static(setup, num_proc)
 
@@ -153,8 +151,7 @@ def run_elastic(
             own. Each line has the rank before it.
         verbose: How much is said about the start: 0 is nothing, 2 is more. The default is 1.
         nics: Network interfaces to use between the hosts. By default they are found.
-        prefix_output_with_timestamp: Whether lines of output also have the time before them. The
-            default is False.
+        prefix_output_with_timestamp: Whether lines also begin with the time. The default is False.
         min_np: Deprecated name of `min_num_proc`.
         max_np: Deprecated name of `max_num_proc`.
         resource_profile: `pyspark.resource.ResourceProfile` with the cores, GPUs and other
@@ -168,17 +165,16 @@ def run_elastic(
         ValueError: An argument is wrong; nothing was started.
         TimeoutException: `num_proc` tasks did not start in time.
     """
-    from horovod.spark.cluster import Cluster, active_context, checked_profile
-    from horovod.spark.elastic_run import limits_from, run_elastic_tasks
-    from horovod.spark.job_setup import make_setup, pack_call
-    from horovod.spark.streams import StreamConsole
+    from horovod.spark.cluster import Cluster, active_context
+    from horovod.spark.job_setup import StreamConsole, make_setup, pack_call
+    from horovod.spark.jobs import limits_from, run_elastic_tasks
 
     call = pack_call(fn, args, kwargs)
     min_num_proc = _newer("min_np", min_np, "min_num_proc", min_num_proc)
     max_num_proc = _newer("max_np", max_np, "max_num_proc", max_num_proc)
-    cluster = Cluster(active_context(), checked_profile(resource_profile))
+    cluster = Cluster(active_context(), resource_profile)
     limits = limits_from(
-        _count("num_proc", num_proc, cluster.default_parallelism),
+        _count(num_proc, cluster.default_parallelism),
         min_num_proc,
         max_num_proc,
         reset_limit,
@@ -191,7 +187,6 @@ def run_elastic(
         start_timeout=start_timeout,
         env=env,
         nics=nics,
-        executable=None,
         verbose=verbose,
     )
     return run_elastic_tasks(setup, limits)
@@ -204,9 +199,9 @@ def _newer(old: str, value: int | None, new: str, newer: int | None) -> int | No
     return newer or value
 
 
-def _count(name: str, value: int | None, default: int) -> int:
-    if value is None:
+def _count(num_proc: int | None, default: int) -> int:
+    if num_proc is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-    return value
+    if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
+        raise ValueError(f"num_proc must be a whole number of at least 1, not {num_proc!r}")
+    return num_proc

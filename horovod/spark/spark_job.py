@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from horovod.spark.cluster import Cluster
-from horovod.spark.ticket import Ticket
+from horovod.spark.task_link import Ticket
 
 _numbers = itertools.count()
 _CANCEL_SECONDS = 30.0

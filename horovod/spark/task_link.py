@@ -1,15 +1,37 @@
-"""Represent Spark tasks in the driver: where each runs, and the connection to its agent.
+"""What the driver and its Spark tasks know of each other: the ticket, and the links to tasks.
 
-The tasks of a job connect to a `TaskServer`, which `runner` opens before it starts the Spark job.
+A task gets its `Ticket` with its closure, connects to the `TaskServer`, which `job_setup` opens
+before it starts the Spark job, and describes itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import metadata
 from typing import Any
 
 from horovod.runner.api import ChannelLink, LinkChannel, LinkServer
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a task needs to know of its job.
+
+    Spark sends closures over its own authenticated connections, and keeps them out of event logs
+    and its web pages. The job's key is nowhere else: not in a command line, not in Spark's
+    configuration.
+    """
+
+    address: str  # where the driver listens for tasks
+    port: int
+    key: bytes = field(repr=False)
+    env: Mapping[str, str] = field(repr=False)  # the workers' variables, besides the executor's
+    search_path: Sequence[str]  # where the driver finds modules
+    executable: str | None  # the workers' Python; None: the executor's
+    version: str  # the driver's version of Horovod
+    start_timeout: float
+    max_failures: int  # attempts after which Spark gives a task up, and the job with it
 
 
 @dataclass(frozen=True)
@@ -23,17 +45,6 @@ class TaskInfo:
     python: str
     versions: Mapping[str, str | None]
 
-    @classmethod
-    def from_message(cls, fields: Mapping[str, Any]) -> TaskInfo:
-        return cls(
-            partition=int(fields["partition"]),
-            attempt=(int(fields["attempt"][0]), int(fields["attempt"][1])),
-            host=str(fields["host"]),
-            hostname=str(fields["hostname"]),
-            python=str(fields["python"]),
-            versions=dict(fields["versions"]),
-        )
-
 
 class TaskLink(ChannelLink):
     """The driver's end of the connection to a task."""
@@ -41,6 +52,17 @@ class TaskLink(ChannelLink):
     def __init__(self, channel: LinkChannel, info: TaskInfo) -> None:
         super().__init__(channel)
         self.info = info
+
+    @property
+    def name(self) -> str:
+        """The name of the task's agent in messages."""
+        return f"{self.info.hostname} (Spark task {self.info.partition})"
+
+    @property
+    def elastic_host(self) -> str:
+        """The name of the host that this attempt of the task is in an elastic job."""
+        info = self.info
+        return f"{info.host}-{info.partition}-{info.attempt[0]}.{info.attempt[1]}"
 
     def describe_end(self, code: int) -> str:
         if self._code is None:
@@ -54,7 +76,9 @@ class TaskServer(LinkServer[TaskLink]):
     owner = "horovod.spark"
 
     def make_link(self, channel: LinkChannel, hello: Mapping[str, Any]) -> TaskLink:
-        return TaskLink(channel, TaskInfo.from_message(hello))
+        facts = {each.name: hello[each.name] for each in fields(TaskInfo)}
+        facts["attempt"] = tuple(facts["attempt"])
+        return TaskLink(channel, TaskInfo(**facts))
 
     def newest(self) -> dict[int, TaskLink]:
         """Return the link to the newest living attempt of each partition."""
@@ -68,3 +92,11 @@ class TaskServer(LinkServer[TaskLink]):
     def partitions(self) -> set[int]:
         """Return the partitions whose tasks are running."""
         return {link.info.partition for link in self.links() if link.holds_host}
+
+
+def installed_torch() -> str | None:
+    """Return the version of torch that this Python has, without importing it; None without it."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None

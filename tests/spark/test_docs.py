@@ -1,4 +1,4 @@
-"""docs/spark.md: what it tells people to write about functions runs, and does what it says."""
+"""docs/spark.md and docs/spark_estimators.md: what they tell people to write runs as they say."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.forked_python import forked_python
 from tests.spark.cluster import HANG, REPOSITORY, forked_environment
 
 pytestmark = pytest.mark.timeout(900)  # a busy machine may take minutes to start Java
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "spark.md"
+PAGE = REPOSITORY / "docs" / "spark.md"
+ESTIMATORS = REPOSITORY / "docs" / "spark_estimators.md"
 
 
 def test_every_block_is_a_program(tmp_path: Path):
@@ -38,8 +39,9 @@ def test_every_block_is_a_program(tmp_path: Path):
     assert done.stdout.splitlines() == expected
 
 
-def test_links_lead_somewhere():
-    check_links(PAGE)
+@pytest.mark.parametrize("page", [PAGE, ESTIMATORS])
+def test_links_lead_somewhere(page: Path):
+    check_links(page)
 
 
 def test_settings_are_ones_that_spark_knows(spark: Any):
@@ -53,3 +55,26 @@ def test_settings_are_ones_that_spark_knows(spark: Any):
     pairs = [getattr(conf, name) for name in dir(conf) if name.startswith("SPARK_CONF_")]
     names = {pair[0] for pair in pairs if isinstance(pair, tuple)}
     assert names == set(conf.SPARK_CONF_DEFAULT_VALUES)
+
+
+@pytest.fixture(scope="module")
+def ran(spark: Any) -> dict[str, Any]:
+    page = ESTIMATORS.read_text()
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for found in re.finditer(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        lines_before = page[: found.start(1)].count("\n")  # tracebacks point into the page
+        exec(compile("\n" * lines_before + found[1], str(ESTIMATORS), "exec"), namespace)
+    return namespace
+
+
+def test_what_the_blocks_about_estimators_come_to(ran: dict[str, Any]):
+    losses = [epoch["train"]["loss"] for epoch in ran["history"]]
+    assert len(losses) == 4
+    assert losses[-1] < 0.5 * losses[0]
+    assert isinstance(ran["first"].guess, float)
+    assert ran["loaded"].getHistory() == ran["history"]
+    assert ran["again"].getHistory()[0]["train"]["loss"] < losses[0], "it was resumed"
+    assert len(ran["from_parquet"].getHistory()) == 1
+    assert "batch_size: rows in a batch of one process" in ran["explained"]
+    assert ran["processes"] == 2
+    assert ran["seen"] == 200

@@ -19,11 +19,10 @@ from horovod.spark.gathering import (
     assign_ranks,
     check_slots,
     check_versions,
-    installed_torch,
     too_few,
 )
 from horovod.spark.spark_job import shorten
-from horovod.spark.task_link import TaskServer
+from horovod.spark.task_link import TaskServer, installed_torch
 from tests.spark.cluster import until
 
 KEY = new_key()
@@ -63,10 +62,10 @@ def test_strangers_are_not_let_in(server: TaskServer):
 def test_ranks_of_a_host_are_neighbours(server: TaskServer):
     with task(server, 1, "b"), task(server, 3, "a"), task(server, 0, "b"), task(server, 2, "a"):
         ranks = assign_ranks(list(server.newest().values()))
-    found = [(each.link.info.partition, each.slot.hostname, each.slot.rank) for each in ranks]
+    found = [(link.info.partition, slot.hostname, slot.rank) for link, slot in ranks]
     assert found == [(0, "b", 0), (1, "b", 1), (2, "a", 2), (3, "a", 3)]
-    assert [each.slot.local_rank for each in ranks] == [0, 1, 0, 1]
-    assert ranks[2].name == "a (Spark task 2)"
+    assert [slot.local_rank for _, slot in ranks] == [0, 1, 0, 1]
+    assert ranks[2][0].name == "a (Spark task 2)"
 
 
 def test_the_newest_living_attempt_of_a_task_counts(server: TaskServer):

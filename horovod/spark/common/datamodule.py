@@ -157,6 +157,7 @@ class ParquetDataModule(DataModule):
     def val_batches(self) -> Iterator[Rows]:
         """Yield the batches of one validation."""
         assert self._val is not None, "there is no validation data"
+        most_rows = -(-self._val.files.num_rows // self.shard_count)  # shards differ by one
         done = 0
         while done < self.steps_per_epoch_val:
             one_pass = itertools.islice(self._val.passes(), 1)
@@ -165,13 +166,15 @@ class ParquetDataModule(DataModule):
                     return
                 yield self._edited(batch)
                 done += 1
-            if self.steps_per_epoch_val <= -(-self._most_rows() // self.val_batch_size):
+            if self.steps_per_epoch_val <= -(-most_rows // self.val_batch_size):
                 return  # all rows of this rank have been seen; another may have one more
 
-    def _most_rows(self) -> int:
-        """Return the most rows that a rank may have: shards differ by one."""
-        assert self._val is not None
-        return -(-self._val.files.num_rows // self.shard_count)
+    def equal_val_batches(self) -> Iterator[Rows]:
+        """Yield exactly `steps_per_epoch_val` batches: a rank with one batch less begins again."""
+        validations = (self.val_batches() for _ in itertools.count())
+        return itertools.islice(
+            itertools.chain.from_iterable(validations), self.steps_per_epoch_val
+        )
 
     def _edited(self, batch: Rows) -> Rows:
         """Give columns the types and shapes that `transformation_edit_fields` names."""

@@ -11,14 +11,12 @@ from pyspark.ml import Estimator, Model
 
 from horovod.spark.common import util
 from horovod.spark.common.backend import Backend, SparkBackend
-from horovod.spark.common.cache import DataFacts
 from horovod.spark.common.checks import check_nan_labels, check_types, check_validation
-from horovod.spark.common.job import ARROW_POOL, TrainingJob
-from horovod.spark.common.metadata import Metadata, describe_rows
+from horovod.spark.common.job import ARROW_POOL, DataFacts, TrainingJob
+from horovod.spark.common.metadata import Metadata, describe_rows, head_of_frame
 from horovod.spark.common.params import EstimatorParams, ModelParams
 from horovod.spark.common.prediction import Predictor, transform
-from horovod.spark.common.reading.columns import Rows
-from horovod.spark.common.reading.head import head_of_frame, head_of_parquet
+from horovod.spark.common.reading.columns import Rows, rows_of
 from horovod.spark.common.reading.parquet_files import ParquetFiles
 from horovod.spark.common.reading.row_buffer import row_count
 from horovod.spark.common.serialization import Persistent
@@ -31,6 +29,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
     """Base class of all estimators."""
 
     run_id_prefix = "horovod"
+    _trainer: Callable[[TrainingJob], Any]  # the function that each process calls with the job
 
     def fit(self, df: Any, params: Any = None) -> Any:
         """Train the model on the rows of a DataFrame.
@@ -89,7 +88,7 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
             )
         if self._feeds_columns():
             files = ParquetFiles(store.get_train_data_path(dataset_idx), store.storage_options)
-            rows = head_of_parquet(files, list(metadata), self._trial_rows())
+            rows = rows_of(files.dataset.head(self._trial_rows(), columns=list(metadata)))
             self._check_rows(rows, metadata, payload)
         facts = DataFacts(dataset_idx, train_rows, val_rows, metadata, row_size)
         return self._fit_prepared(backend, facts, payload)
@@ -134,13 +133,13 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
                 raise ValueError(f"{rows} row(s) are too few to {what} on {ranks} processes")
         if self.getTransformationFn() is None:
             self._check_metadata(facts.metadata)
-        job = TrainingJob.of(self, facts, self._run_id_or_new(), self._features(facts.metadata))
-        job.payload = payload
+        run_id = self.getRunId() or f"{self.run_id_prefix}_{int(time.time())}"
+        job = TrainingJob.of(self, facts, run_id, self._features(facts.metadata), payload)
         path = job.store.checkpoint_path
         if path and self.getRunId():
             job.checkpoint = self._find_checkpoint(path, job.run_id)
         env = {**ARROW_POOL, **self._environment()}
-        results = backend.run(self._trainer(), args=(job,), env=env)
+        results = backend.run(self._trainer, args=(job,), env=env)
         return self._model_of(results[0], job)
 
     def _find_checkpoint(self, path: str, run_id: str) -> bytes | None:
@@ -236,15 +235,8 @@ class HorovodEstimator(Persistent, EstimatorParams, Estimator):
         """Pickle the model and what belongs to it; ValueError if that fails."""
 
     @abstractmethod
-    def _trainer(self) -> Callable[[TrainingJob], Any]:
-        """Return the function that each process calls with the job."""
-
-    @abstractmethod
     def _model_of(self, result: Any, job: TrainingJob) -> Any:
         """Make the trained model from what rank 0 returned."""
-
-    def _run_id_or_new(self) -> str:
-        return self.getRunId() or f"{self.run_id_prefix}_{int(time.time())}"
 
     def _features(self, metadata: Metadata) -> list[str]:
         given = self.getFeatureCols()

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.spark.common.cache import DataFacts
+from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.stores.store_base import RemoteStore
 
 # Lets Arrow allocate by malloc; Arrow reads the variable when it is loaded.
@@ -32,6 +32,17 @@ def use_system_memory() -> None:
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())
 
 
+@dataclass(frozen=True)
+class DataFacts:
+    """Facts about the Parquet of one dataset in a store."""
+
+    dataset_idx: int | None
+    train_rows: int
+    val_rows: int
+    metadata: Metadata
+    avg_row_size: int
+
+
 @dataclass
 class TrainingJob:
     """One training, described in the same way to all ranks."""
@@ -42,13 +53,15 @@ class TrainingJob:
     feature_columns: list[str]
     label_columns: list[str]
     params: dict[str, Any]  # the estimator's, without those that stay on the driver
-    payload: bytes = b""  # the pickled model, with its optimizer and losses
+    payload: bytes  # the pickled model, with its optimizer and losses
     checkpoint: bytes | None = None  # the checkpoint from which the training goes on
 
     LEFT_OUT = ("model", "optimizer", "store", "backend", "num_proc", "loss", "loss_constructors")
 
     @classmethod
-    def of(cls, estimator: Any, facts: DataFacts, run_id: str, features: list[str]) -> TrainingJob:
+    def of(
+        cls, estimator: Any, facts: DataFacts, run_id: str, features: list[str], payload: bytes
+    ) -> TrainingJob:
         names = [p.name for p in estimator.params if p.name not in cls.LEFT_OUT]
         return cls(
             facts=facts,
@@ -57,6 +70,7 @@ class TrainingJob:
             feature_columns=features,
             label_columns=list(estimator.getLabelCols()),
             params={name: estimator.getOrDefault(name) for name in names},
+            payload=payload,
         )
 
     def __getitem__(self, name: str) -> Any:

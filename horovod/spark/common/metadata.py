@@ -1,7 +1,8 @@
-"""Find the types and shapes of columns, from Spark's schema and from Parquet."""
+"""Find the types and shapes of columns, from Spark's schema, first rows, and Parquet."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,23 +24,21 @@ def describe(frame: Any, columns: list[str], compress_sparse: bool) -> Metadata:
     kinds = {field.name: field.dataType for field in frame.schema.fields}
     queries = {name: _Queries(F.col(quoted(name)), kinds[name]) for name in columns}
     wanted = []
-    for index, query in enumerate(queries.values()):
-        wanted.append(F.count_if(query.has_null).alias(f"null {index}"))
-        wanted.append(F.count_if(query.has_nan).alias(f"nan {index}"))
-        for depth, (shortest, longest) in enumerate(query.lengths):
-            wanted.append(F.min(shortest).alias(f"min {depth} {index}"))
-            wanted.append(F.max(longest).alias(f"max {depth} {index}"))
-    found = frame.agg(*wanted).first().asDict()
+    for query in queries.values():
+        wanted += [F.count_if(query.has_null), F.count_if(query.has_nan)]
+        for shortest, longest in query.lengths:
+            wanted += [F.min(shortest), F.max(longest)]
+    found = iter(frame.agg(*wanted).first())  # in the same order
     metadata: Metadata = {}
-    for index, (name, query) in enumerate(queries.items()):
+    for name, query in queries.items():
+        nulls, nans = int(next(found)), int(next(found))
         shape = []
-        for depth in range(len(query.lengths)):
-            shortest, longest = found[f"min {depth} {index}"], found[f"max {depth} {index}"]
+        for _ in query.lengths:
+            shortest, longest = next(found), next(found)
             check_lengths(name, shortest, longest)
             shape.append(int(longest or 0))
-        metadata[name] = _entry(kinds[name].simpleString(), tuple(shape), compress_sparse)
-        metadata[name]["nulls"] = int(found[f"null {index}"])
-        metadata[name]["nans"] = int(found[f"nan {index}"])
+        entry = _entry(kinds[name].simpleString(), tuple(shape), compress_sparse)
+        metadata[name] = {**entry, "nulls": nulls, "nans": nans}
     return metadata
 
 
@@ -148,3 +147,20 @@ def describe_parquet(files: Any, columns: list[str]) -> Metadata:
             shape = ()
         metadata[name] = _entry(str(schema.field(name).type), shape, False)
     return metadata
+
+
+def head_of_frame(df: Any, columns: Sequence[str], count: int) -> Rows:
+    """Return at most `count` rows without nulls; ColumnError if no model can be fed with them."""
+    import pyarrow as pa
+
+    kinds = dict(df.dtypes)
+    # Names without dots, which some of Spark's functions take for fields of a struct.
+    chosen = [
+        plain_column(name, kinds[name]).alias(f"c{index}") for index, name in enumerate(columns)
+    ]
+    head = df.select(*chosen).na.drop().limit(count)
+    if hasattr(head, "toArrow"):
+        table = pa.table(head.toArrow())
+    else:  # Spark 3.5
+        table = pa.Table.from_batches(head._collect_as_arrow())
+    return {name: to_numpy(name, table.column(index)) for index, name in enumerate(columns)}

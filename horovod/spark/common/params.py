@@ -80,7 +80,7 @@ class DeclaredParams(Params):
 
     def __init__(self) -> None:
         super().__init__()
-        self._setDefault(**{spec.name: _fresh(spec.default) for spec in self._specs.values()})
+        self._setDefault(**{spec.name: copy.copy(spec.default) for spec in self._specs.values()})
 
     def _set(self, **kwargs: Any) -> Any:
         for name, value in kwargs.items():
@@ -98,10 +98,6 @@ class DeclaredParams(Params):
     def _set_given(self, given: dict[str, Any]) -> Any:
         """Set the parameters that a constructor was given."""
         return self._set(**{name: value for name, value in given.items() if value is not None})
-
-
-def _fresh(default: Any) -> Any:
-    return copy.copy(default) if isinstance(default, (list, dict)) else default
 
 
 @declare(

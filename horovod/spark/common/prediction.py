@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod.spark.common.checks import check_columns
-from horovod.spark.common.metadata import Metadata
+from horovod.spark.common.metadata import Metadata, head_of_frame
 from horovod.spark.common.reading.columns import Rows, to_numpy
-from horovod.spark.common.reading.head import head_of_frame
 from horovod.spark.common.reading.row_buffer import row_count
 
 Predict = Callable[[Rows], "list[np.ndarray[Any, Any]]"]

@@ -45,6 +45,17 @@ def decode(value: Any) -> Any:
     return value
 
 
+def pack_for_ranks(value: Any, what: str, they: str = "it") -> bytes:
+    """Pickle what the processes of a training need; ValueError that names it if that fails."""
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        raise ValueError(
+            f"{what} cannot be sent to the processes, because {they} cannot be pickled: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 class HorovodParamsWriter(MLWriter):
     """Saves an instance of a class that has `_encode` and `_decode`."""
 

@@ -45,16 +45,10 @@ class FilesystemStore(AbstractFilesystemStore):
     """
 
     def __init__(self, prefix_path: str, *args: Any, **kwargs: Any) -> None:
-        self._protocol, _ = split_url(os.fspath(prefix_path))
         super().__init__(os.fspath(prefix_path), *args, **kwargs)
 
     def get_full_path(self, path: str) -> str:
-        protocol, rest = split_url(path)
-        if "://" in path:
-            return path
-        if protocol == "file":
-            return "file://" + os.path.abspath(rest)
-        return path
+        return path if "://" in path else "file://" + os.path.abspath(split_url(path)[1])
 
     def get_localized_path(self, path: str) -> str:
         return str(self.fs._strip_protocol(self.get_full_path(path)))

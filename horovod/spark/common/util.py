@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from horovod.common.logging import get_logger
 from horovod.spark.common import metadata as meta
-from horovod.spark.common.cache import DataFacts, TrainingDataCache
 from horovod.spark.common.checks import (
     check_columns,
     check_missing_values,
@@ -18,6 +19,7 @@ from horovod.spark.common.checks import (
     check_types,
     check_validation,
 )
+from horovod.spark.common.job import DataFacts
 from horovod.spark.common.metadata import quoted
 from horovod.spark.common.old_util import (
     data_type_to_numpy,
@@ -54,7 +56,11 @@ __all__ = [
 
 logger = get_logger(__name__)
 
-_cache = TrainingDataCache()
+# What this process has written, by DataFrame, store and validation: the DataFrame, kept so that its
+# id stays its own, and the facts.
+_written: dict[Hashable, tuple[Any, DataFacts]] = {}
+_numbers = itertools.count()  # numbers of datasets
+_lock = threading.RLock()  # one DataFrame is written at a time
 
 # What Hadoop says of a protocol that it does not know, or knows only the connector's name of.
 _NO_CONNECTOR = re.compile(
@@ -73,7 +79,7 @@ _CONNECTORS = {
 
 def clear_training_cache() -> None:
     """Forget which DataFrames have been written; the next fit writes again."""
-    _cache.clear()
+    _written.clear()
 
 
 @contextlib.contextmanager
@@ -115,8 +121,8 @@ def prepare_data(
         compress_sparse,
         nan_labels == "drop",
     )
-    with _cache.lock:
-        facts = _cache.get(key)
+    with _lock:
+        _, facts = _written.get(key, (None, None))
         if facts is None or not store.is_parquet_dataset(
             store.get_train_data_path(facts.dataset_idx)
         ):
@@ -124,7 +130,7 @@ def prepare_data(
             partitions = num_processes * partitions_per_process
             rows = _without_nan(df, targets) if nan_labels == "drop" else df
             facts = _write(store, rows, columns, validation, compress_sparse, partitions, seed)
-            _cache.put(key, df, facts)
+            _written[key] = df, facts
             if verbose:
                 logger.info(
                     "wrote %d training and %d validation rows to %s",
@@ -148,16 +154,13 @@ def choose_columns(
     """Return the columns to train with: features, labels, weights; ValueError if one is missing."""
     if not label_columns:
         raise ValueError("label_cols is not set: name the column(s) to predict")
-    check_columns(df, label_columns, "label column(s)")
-    if feature_columns is None:
-        feature_columns = default_feature_columns(
-            df.columns, *label_columns, sample_weight_col, validation
-        )
-    check_columns(df, feature_columns, "feature column(s)")
-    if sample_weight_col:
-        check_columns(df, [sample_weight_col], "sample_weight_col")
-    check_validation(validation, df)
     weights = [sample_weight_col] if sample_weight_col else []
+    check_columns(df, label_columns, "label column(s)")
+    check_columns(df, feature_columns or (), "feature column(s)")
+    check_columns(df, weights, "sample_weight_col")
+    check_validation(validation, df)
+    if feature_columns is None:
+        feature_columns = default_feature_columns(df.columns, *label_columns, *weights, validation)
     return list(dict.fromkeys([*feature_columns, *label_columns, *weights]))
 
 
@@ -175,10 +178,10 @@ def _without_nan(df: Any, targets: list[str]) -> Any:
 
 def get_dataset_properties(dataset_idx: int) -> tuple[int, int, meta.Metadata, int]:
     """Return training rows, validation rows, metadata and bytes of a row of a prepared dataset."""
-    found = _cache.by_index(dataset_idx)
-    if found is None:
-        raise ValueError(f"dataset {dataset_idx} was not prepared by this process")
-    return found.train_rows, found.val_rows, found.metadata, found.avg_row_size
+    for _, found in _written.values():
+        if found.dataset_idx == dataset_idx:
+            return found.train_rows, found.val_rows, found.metadata, found.avg_row_size
+    raise ValueError(f"dataset {dataset_idx} was not prepared by this process")
 
 
 def _write(
@@ -190,7 +193,7 @@ def _write(
     partitions: int,
     seed: int | None,
 ) -> DataFacts:
-    index = _cache.next_index()
+    index = next(_numbers)
     train_path, val_path = store.get_train_data_path(index), store.get_val_data_path(index)
     train, val = _split(df, columns, validation, seed)
 
@@ -225,7 +228,9 @@ def _write(
         )
         return facts
     except BaseException:
-        _remove(store, train_path, val_path)
+        for path in (train_path, val_path):
+            with contextlib.suppress(OSError):
+                store.remove(path)
         raise
 
 
@@ -316,12 +321,6 @@ def _join(metadata: meta.Metadata, other: meta.Metadata) -> None:
         metadata[name]["nans"] += facts["nans"]
 
 
-def _remove(store: Any, *paths: str) -> None:
-    for path in paths:
-        with contextlib.suppress(OSError):
-            store.remove(path)
-
-
 def get_simple_meta_from_parquet(
     store: Any,
     label_columns: Sequence[str],
@@ -338,11 +337,10 @@ def get_simple_meta_from_parquet(
             "store's train_path"
         )
     files = ParquetFiles(train_path, store.storage_options)
-    if feature_columns is None:
-        feature_columns = default_feature_columns(
-            files.dataset.schema.names, *label_columns, sample_weight_col
-        )
     weights = [sample_weight_col] if sample_weight_col else []
+    if feature_columns is None:
+        names = files.dataset.schema.names
+        feature_columns = default_feature_columns(names, *label_columns, *weights)
     columns = list(dict.fromkeys([*feature_columns, *label_columns, *weights]))
     metadata = meta.describe_parquet(files, columns)
     path = store.get_data_metadata_path(train_path)

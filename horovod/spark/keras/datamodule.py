@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -55,12 +54,7 @@ class PetastormDataModule(ParquetDataModule):
     def val_data(self) -> Iterator[Any]:
         """Yield validations without end, of exactly `steps_per_epoch_val` batches each."""
         while True:
-            done = 0
-            while done < self.steps_per_epoch_val:  # begin again if this rank has one batch less
-                wanted = self.steps_per_epoch_val - done
-                for batch in itertools.islice(self.val_batches(), wanted):
-                    yield self._batch(batch)
-                    done += 1
+            yield from map(self._batch, self.equal_val_batches())
 
     def _batch(self, rows: Rows) -> Any:
         features = [rows[name] for name in self.feature_columns]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -18,7 +17,7 @@ from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
 from horovod.spark.common.prediction import Predict
 from horovod.spark.common.reading.columns import Rows
-from horovod.spark.common.serialization import Persistent, decode
+from horovod.spark.common.serialization import Persistent, decode, pack_for_ranks
 from horovod.spark.keras import remote, serialization
 
 PREDICTED_AT_ONCE = 1024  # rows
@@ -66,13 +65,11 @@ class KerasEstimator(PersistentInKeras, HorovodEstimator):
     learning rate, unless it is a schedule, is multiplied by the number of processes while training.
 
     Args:
-        num_proc: Number of processes that train. By default the number of tasks that Spark runs at
-            once. Give it or `backend`.
+        num_proc: Number of processes. By default as many as Spark runs tasks. Give it or `backend`.
         data_module: Class that reads the data, or its full name as text. By default the
             `PetastormDataModule` of this package, which reads Parquet without Petastorm.
         model: Keras model to train. It is required.
-        backend: `Backend` that runs the training. By default a `SparkBackend` with `num_proc`
-            processes.
+        backend: `Backend` that runs the training. By default a `SparkBackend(num_proc)`.
         store: `Store` for data, checkpoints and logs, such as `Store.create(path)`. It is required.
         custom_objects: Dict from names to the classes and functions that the model is made of. By
             default there are none.
@@ -81,15 +78,13 @@ class KerasEstimator(PersistentInKeras, HorovodEstimator):
             compiled with.
         loss_weights: How much the loss of each label counts. By default all count the same.
         sample_weight_col: Column with the weight of each row. By default all rows count the same.
-        gradient_compression: Compressor for the gradients, such as `hvd.Compression.fp16`. By
-            default nothing is compressed.
+        gradient_compression: Compressor, such as `hvd.Compression.fp16`. By default none.
         metrics: Metrics to compute, as `compile` takes them. By default there are none.
         feature_cols: Columns that the model is fed with, in the order of its inputs. By default all
             but the labels, the weights and the validation column.
         label_cols: Columns to predict, one for each output of the model. They are required.
         continuous_cols: Feature columns that are numbers, for data modules that ask for them.
-        categorical_cols: Feature columns that are indices of categories, for data modules that ask
-            for them.
+        categorical_cols: Feature columns that are categories, for data modules that ask for them.
         validation: Fraction of the rows to validate with, or the name of a column whose true or
             positive values mark such rows. By default there is no validation.
         callbacks: Keras callbacks for `fit` on every process. By default there are none.
@@ -97,42 +92,32 @@ class KerasEstimator(PersistentInKeras, HorovodEstimator):
         val_batch_size: Number of rows in a batch of validation. By default `batch_size`.
         epochs: Number of epochs to train. The default is 1.
         verbose: How much is printed; 0 is nothing. The default is 1.
-        random_seed: Seed for shuffling, for choosing validation rows, and for the framework. By
-            default they are random.
+        random_seed: Seed of shuffling, of validation rows and of the framework. By default random.
         shuffle_buffer_size: Deprecated: number of rows to shuffle among. By default as many as fit
             into 24 MiB; 0 does not shuffle.
         shuffle: Whether to shuffle the rows of training. The default is True.
         partitions_per_process: Number of Parquet files for each process. The default is 10.
-        run_id: Name of this run. A run of the same name goes on from its checkpoint. By default a
-            new name.
+        run_id: Name of the run, which goes on from a checkpoint of that name. By default a new one.
         train_steps_per_epoch: Number of batches of an epoch on each process. By default all rows.
-        validation_steps_per_epoch: Number of batches of a validation on each process. By default
-            all rows.
+        validation_steps_per_epoch: Batches of a validation on each process. By default all rows.
         transformation_fn: Function from one pandas DataFrame of rows to another, which runs where
             rows are read. By default rows stay as they are.
-        train_reader_num_workers: Number of threads that read the rows of training. The default is
-            2.
-        val_reader_num_workers: Number of threads that read the rows of validation. The default is
-            2.
+        train_reader_num_workers: Number of threads that read rows to train with. The default is 2.
+        val_reader_num_workers: Number of threads that read rows to validate with. The default is 2.
         reader_pool_type: Accepted for compatibility and ignored: readers are threads.
-        label_shapes: Shape of each label; -1 stands for the batch. By default a label keeps its
-            shape.
+        label_shapes: Shape of each label; -1 stands for the batch. By default that of its column.
         checkpoint_callback: `ModelCheckpoint` of your own; its file path is overwritten. By default
             the model is saved after every epoch.
-        inmemory_cache_all: Whether each process reads its rows once and keeps them in memory. The
-            default is False.
-        backend_env: Environment variables for the processes. By default those that give libhdfs 2
-            GiB of memory.
+        inmemory_cache_all: Whether each process keeps its rows in memory. The default is False.
+        backend_env: Environment of the processes. By default it gives libhdfs 2 GiB of memory.
         use_gpu: Whether to train on GPUs where there are any. The default is True.
         mp_start_method: Accepted for compatibility and ignored: readers are threads.
         tensorflow_dataset_prefetch_buffer_size: Number of batches that TensorFlow reads ahead. The
             default is 0, which reads one ahead.
-        nan_labels: What happens to rows with NaN in a label or weight: "refuse" raises an error
-            that counts them, "drop" leaves them out and says how many, "keep" trains with them.
-            The default is "refuse".
-        disk_cache: Whether each process keeps the rows that it has decoded in a temporary file of
-            Spark's local folders, so that it decodes them in the first epoch only. It does while a
-            tenth of the disk stays free. The default is True.
+        nan_labels: What is done with rows that have NaN in a label or weight: "refuse" raises an
+            error that counts them, "drop" leaves them out, "keep" uses them. By default "refuse".
+        disk_cache: Whether each process keeps decoded rows in a file in Spark's local folders, to
+            decode them only once, while a tenth of the disk is free. The default is True.
 
     Raises:
         ValueError: A value has the wrong type. What is missing or does not fit is found by `fit`,
@@ -144,6 +129,7 @@ class KerasEstimator(PersistentInKeras, HorovodEstimator):
     """
 
     run_id_prefix = "keras"
+    _trainer = staticmethod(remote.train)
 
     @keyword_only
     def __init__(
@@ -242,25 +228,16 @@ class KerasEstimator(PersistentInKeras, HorovodEstimator):
         parts = {
             "model": serialization.pack_model(model),
             "optimizer": serialization.pack_part(keras, optimizer),
-            "learning_rate": remote.learning_rate_of(keras, optimizer),
+            "learning_rate": remote.learning_rate_of(optimizer),
             "loss": serialization.pack_part(keras, self._loss()),
             "loss_weights": self.getLossWeights(),
             "metrics": serialization.pack_part(keras, self.getMetrics()),
             "custom_objects": self.getCustomObjects(),
         }
-        try:
-            return bytes(cloudpickle.dumps(parts))
-        except Exception as error:
-            raise ValueError(
-                "custom_objects, loss or metrics cannot be sent to the processes, because they "
-                f"cannot be pickled: {type(error).__name__}: {error}"
-            ) from error
+        return pack_for_ranks(parts, "custom_objects, loss or metrics", "they")
 
     def _environment(self) -> dict[str, str]:
         return {**(self.getBackendEnv() or {}), **serialization.environment_of(self.getModel())}
-
-    def _trainer(self) -> Callable[[TrainingJob], Any]:
-        return remote.train
 
     def _model_of(self, result: Any, job: TrainingJob) -> KerasModel:
         packed = cloudpickle.loads(job.payload)
@@ -269,9 +246,9 @@ class KerasEstimator(PersistentInKeras, HorovodEstimator):
         model = serialization.unpack_model(packed["model"], custom)
         model.set_weights(result["weights"])
         optimizer = serialization.unpack_part(keras, packed["optimizer"], custom)
-        remote.restore(keras, optimizer, model, result["optimizer"])
-        remote.scale_rate(keras, optimizer, packed["learning_rate"], 1)
-        remote.compile_model(keras, model, packed, optimizer)
+        remote.restore(optimizer, model, result["optimizer"])
+        remote.scale_rate(optimizer, packed["learning_rate"], 1)
+        remote.compile_model(model, packed, optimizer)
         return KerasModel(
             history=result["history"],
             model=model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import shutil
 import tempfile
@@ -12,8 +13,8 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from horovod._keras.flavour import backend_of, is_tf_keras
-from horovod._keras.variables import optimizer_variables
+from horovod._keras.flavour import backend_of, is_tf_keras, keras_of
+from horovod._keras.variables import optimizer_variables, read_values, write_values
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.keras.datamodule import PetastormDataModule
 from horovod.spark.keras.serialization import (
@@ -35,8 +36,9 @@ def train(job: TrainingJob) -> dict[str, Any] | None:
     return _Training(job, packed, keras, hvd).run()
 
 
-def compile_model(keras: Any, model: Any, packed: dict[str, Any], optimizer: Any) -> None:
+def compile_model(model: Any, packed: dict[str, Any], optimizer: Any) -> None:
     """Compile a model with its optimizer, losses and metrics."""
+    keras = keras_of(model)
     custom = packed["custom_objects"] or {}
     model.compile(
         optimizer=optimizer,
@@ -55,53 +57,49 @@ class _Training:
         self.model = unpack_model(packed["model"], custom)
         self.backend = backend_of(self.model)
         _pin_gpu(self.backend, job["use_gpu"], hvd)
-        state = None
+        state: list[Any] = []
         if job.checkpoint is not None:
             saved = model_from_bytes(job.checkpoint, self.model, custom)
             if saved is not self.model:
                 self.model.set_weights(saved.get_weights())
-            state = state_of(keras, getattr(saved, "optimizer", None))
+            state = state_of(saved)
         optimizer = unpack_part(keras, packed["optimizer"], custom)
-        if state is not None:
-            restore(keras, optimizer, self.model, state)
-        scale_rate(keras, optimizer, packed["learning_rate"], hvd.size())
+        restore(optimizer, self.model, state)
+        scale_rate(optimizer, packed["learning_rate"], hvd.size())
         options = {"backward_passes_per_step": job["backward_passes_per_step"]}
         if job["gradient_compression"] is not None:
             options["compression"] = job["gradient_compression"]
-        compile_model(keras, self.model, packed, hvd.DistributedOptimizer(optimizer, **options))
+        compile_model(self.model, packed, hvd.DistributedOptimizer(optimizer, **options))
 
     def run(self) -> dict[str, Any] | None:
         job, hvd = self.job, self.hvd
         steps = job.train_steps(hvd.size(), whole=False)
-        scratch = tempfile.mkdtemp(prefix="horovod_keras_")
-        try:
-            with (
-                job.data_module(hvd.rank(), hvd.size(), steps, PetastormDataModule) as data,
-                job.store.get_local_output_dir() as folder,
-            ):
-                if isinstance(data, PetastormDataModule):
-                    data.fit_model(*model_shapes(self.model), job["label_shapes"])
-                more: dict[str, Any] = {}
-                if job.has_validation:
-                    more["validation_data"] = self._fed(data.val_data())
-                    more["validation_steps"] = job.val_steps(hvd.size())
-                found = self.model.fit(
-                    self._fed(data.train_data()),
-                    steps_per_epoch=steps,
-                    epochs=job["epochs"],
-                    verbose=(2 if job["verbose"] else 0) if hvd.rank() == 0 else 0,
-                    callbacks=self._callbacks(folder, scratch),
-                    **more,
-                )
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch,
+            job.data_module(hvd.rank(), hvd.size(), steps, PetastormDataModule) as data,
+            job.store.get_local_output_dir() as folder,
+        ):
+            if isinstance(data, PetastormDataModule):
+                data.fit_model(*model_shapes(self.model), job["label_shapes"])
+            more: dict[str, Any] = {}
+            if job.has_validation:
+                more["validation_data"] = self._fed(data.val_data())
+                more["validation_steps"] = job.val_steps(hvd.size())
+            found = self.model.fit(
+                self._fed(data.train_data()),
+                steps_per_epoch=steps,
+                epochs=job["epochs"],
+                verbose=2 if job["verbose"] and hvd.rank() == 0 else 0,
+                callbacks=self._callbacks(folder, scratch),
+                **more,
+            )
         if hvd.rank() != 0:
             return None
         history = {name: [float(v) for v in values] for name, values in found.history.items()}
         return {
             "history": history,
             "weights": self.model.get_weights(),
-            "optimizer": state_of(self.keras, self.model.optimizer),
+            "optimizer": state_of(self.model),
         }
 
     def _callbacks(self, folder: str, scratch: str) -> list[Any]:
@@ -136,8 +134,6 @@ class _Training:
         """Return batches in a form for `fit`; TensorFlow compiles a pipeline for them."""
         if self.backend != "tensorflow":
             return (batch for batch in batches)  # Keras wants a generator, not any iterator
-        import itertools
-
         import tensorflow as tf
 
         first = next(batches)
@@ -168,44 +164,37 @@ def _dtype(tensor: Any) -> Any:
     return np.dtype(dtype if isinstance(dtype, str) else dtype.as_numpy_dtype)
 
 
-def state_of(keras: Any, optimizer: Any) -> list[Any] | None:
-    """Return the values of an optimizer's variables, the learning rate among them."""
-    if optimizer is None:
-        return None
-    if keras.__name__ == "tf_keras":
-        return [np.array(v.numpy()) for v in optimizer_variables(optimizer)]
-    return [np.array(keras.ops.convert_to_numpy(v)) for v in optimizer_variables(optimizer)]
+def state_of(model: Any) -> list[Any]:
+    """Return the values of the variables of a model's optimizer, the learning rate among them."""
+    return read_values(optimizer_variables(getattr(model, "optimizer", None)), model)
 
 
-def restore(keras: Any, optimizer: Any, model: Any, state: list[Any] | None) -> None:
-    """Give an optimizer the state of another one of its kind."""
-    if state is None:
+def restore(optimizer: Any, model: Any, state: list[Any]) -> None:
+    """Give an optimizer for a model the state of another one of its kind, if there is any."""
+    if not state:
         return
     optimizer.build(model.trainable_variables)
     variables = optimizer_variables(optimizer)
     if [tuple(v.shape) for v in variables] == [value.shape for value in state]:
-        for variable, value in zip(variables, state, strict=True):
-            variable.assign(value)
+        write_values(variables, state, model)
 
 
-def scale_rate(keras: Any, optimizer: Any, rate: float | None, factor: int) -> None:
+def scale_rate(optimizer: Any, rate: float | None, factor: int) -> None:
     if rate is None:  # a schedule of the optimizer's own
         return
-    if keras.__name__ == "tf_keras":
-        keras.backend.set_value(optimizer.learning_rate, rate * factor)
+    if is_tf_keras(optimizer):
+        keras_of(optimizer).backend.set_value(optimizer.learning_rate, rate * factor)
     else:
         optimizer.learning_rate = rate * factor
 
 
-def learning_rate_of(keras: Any, optimizer: Any) -> float | None:
+def learning_rate_of(optimizer: Any) -> float | None:
     """Return the learning rate; None if it is a schedule."""
-    config = optimizer.get_config().get("learning_rate")
-    if isinstance(config, dict):
+    if isinstance(optimizer.get_config().get("learning_rate"), dict):
         return None
-    rate = optimizer.learning_rate
     if is_tf_keras(optimizer):
-        return float(keras.backend.get_value(rate))
-    return float(keras.ops.convert_to_numpy(rate))
+        return float(keras_of(optimizer).backend.get_value(optimizer.learning_rate))
+    return float(keras_of(optimizer).ops.convert_to_numpy(optimizer.learning_rate))
 
 
 def _pin_gpu(backend: str, use_gpu: bool, hvd: Any) -> None:

@@ -41,10 +41,8 @@ def pack_model(model: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "model.keras")
         try:
-            if is_tf_keras(model):
-                keras.models.save_model(model, path, save_format="keras")
-            else:
-                keras.models.save_model(model, path)
+            options = {"save_format": "keras"} if is_tf_keras(model) else {}
+            keras.models.save_model(model, path, **options)
         except Exception as error:
             raise ValueError(
                 "the model cannot be sent to the processes, because Keras cannot save it: "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,8 +27,8 @@ class PetastormDataModule(torch_datamodule.PetastormDataModule):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._debug = debug_data_loader
-        self._train_ahead = _batches_ahead(train_async_data_loader_queue_size)
-        self._val_ahead = _batches_ahead(val_async_data_loader_queue_size)
+        self._train_ahead = train_async_data_loader_queue_size
+        self._val_ahead = val_async_data_loader_queue_size
 
     def _edited(self, batch: Rows) -> Rows:
         return {
@@ -45,13 +43,5 @@ class PetastormDataModule(torch_datamodule.PetastormDataModule):
 
     def val_dataloader(self) -> Any:
         steps = self.steps_per_epoch_val
-        return self._loader(steps, self._equal_steps, self._val_ahead, self._debug)
-
-    def _equal_steps(self) -> Iterator[Rows]:
-        """Yield equally many batches on every rank, because modules may reduce in each step."""
-        while True:
-            yield from itertools.islice(self.val_batches(), self.steps_per_epoch_val)
-
-
-def _batches_ahead(queue_size: int | None) -> int:
-    return torch_datamodule.BATCHES_AHEAD if queue_size is None else queue_size
+        # Equally many batches on every rank, because modules may reduce in each step.
+        return self._loader(steps, self.equal_val_batches, self._val_ahead, self._debug)

@@ -10,9 +10,11 @@ import cloudpickle
 import torch
 from pyspark import keyword_only
 
+from horovod.lightning import flavours
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.common.params import Spec, declare
 from horovod.spark.common.reading.columns import Rows
+from horovod.spark.common.serialization import pack_for_ranks
 from horovod.spark.lightning import remote
 from horovod.spark.lightning.legacy import to_lightning_module
 from horovod.spark.torch.datamodule import tensors
@@ -22,8 +24,6 @@ from horovod.spark.torch.feeding import Feed
 
 
 @declare(
-    Spec("input_shapes", None, "the shape of each feature; -1 stands for the batch"),
-    Spec("loss_constructors", None, "functions that make the losses of a plain model"),
     Spec("train_minibatch_fn", None, "not with Lightning: this is what training_step does"),
     Spec("trainer_args", None, "further arguments of the Trainer"),
     Spec("num_gpus", None, "GPUs of a process: 1 where there are any, 0 for none"),
@@ -47,11 +47,9 @@ class TorchEstimator(ModuleEstimator):
     learning rate is multiplied by the number of processes while training.
 
     Args:
-        num_proc: Number of processes that train. By default the number of tasks that Spark runs at
-            once. Give it or `backend`.
+        num_proc: Number of processes. By default as many as Spark runs tasks. Give it or `backend`.
         model: `LightningModule`, or `torch.nn.Module` with `optimizer` and `loss`. It is required.
-        backend: `Backend` that runs the training. By default a `SparkBackend` with `num_proc`
-            processes.
+        backend: `Backend` that runs the training. By default a `SparkBackend(num_proc)`.
         store: `Store` for data, checkpoints and logs, such as `Store.create(path)`. It is required.
         optimizer: Optimizer of a plain model. A `LightningModule` has its own.
         loss: Loss of a plain model: a function of outputs and labels, or a list with one for each
@@ -63,12 +61,10 @@ class TorchEstimator(ModuleEstimator):
         loss_weights: How much the loss of each label counts, for a plain model. By default all
             count the same.
         sample_weight_col: Column with the weight of each row. By default all rows count the same.
-        gradient_compression: Compressor for the gradients, such as `hvd.Compression.fp16`. By
-            default nothing is compressed.
+        gradient_compression: Compressor, such as `hvd.Compression.fp16`. By default none.
         feature_cols: Columns that the model is fed with, in the order of its inputs. By default all
             but the labels, the weights and the validation column.
-        input_shapes: Shape of each feature; -1 stands for the batch. By default a column keeps its
-            shape.
+        input_shapes: Shape of each feature; -1 stands for the batch. By default that of its column.
         validation: Fraction of the rows to validate with, or the name of a column whose true or
             positive values mark such rows. By default there is no validation.
         label_cols: Columns to predict, one for each output of the model. They are required.
@@ -77,33 +73,26 @@ class TorchEstimator(ModuleEstimator):
         val_batch_size: Number of rows in a batch of validation. By default `batch_size`.
         epochs: Number of epochs to train. The default is 1.
         verbose: How much is printed; 0 is nothing. The default is 1.
-        random_seed: Seed for shuffling, for choosing validation rows, and for the framework. By
-            default they are random.
+        random_seed: Seed of shuffling, of validation rows and of the framework. By default random.
         shuffle_buffer_size: Deprecated: number of rows to shuffle among. By default as many as fit
             into 24 MiB; 0 does not shuffle.
         shuffle: Whether to shuffle the rows of training. The default is True.
         partitions_per_process: Number of Parquet files for each process. The default is 10.
-        run_id: Name of this run. A run of the same name goes on from its checkpoint. By default a
-            new name.
+        run_id: Name of the run, which goes on from a checkpoint of that name. By default a new one.
         train_minibatch_fn: Refused: this is what `training_step` does.
         train_steps_per_epoch: Number of batches of an epoch on each process. By default all rows.
-        validation_steps_per_epoch: Number of batches of a validation on each process. By default
-            all rows.
+        validation_steps_per_epoch: Batches of a validation on each process. By default all rows.
         transformation_fn: Function from one pandas DataFrame of rows to another, which runs where
             rows are read. By default rows stay as they are.
         transformation_edit_fields: List of (name, type, shape, nullable) of columns that
             `transformation_fn` changes. By default columns keep what they are.
         transformation_removed_fields: Columns that are dropped after `transformation_fn`. By
             default none are.
-        train_reader_num_workers: Number of threads that read the rows of training. The default is
-            2.
-        val_reader_num_workers: Number of threads that read the rows of validation. The default is
-            2.
+        train_reader_num_workers: Number of threads that read rows to train with. The default is 2.
+        val_reader_num_workers: Number of threads that read rows to validate with. The default is 2.
         reader_pool_type: Accepted for compatibility and ignored: readers are threads.
-        label_shapes: Shape of each label; -1 stands for the batch. By default a label keeps its
-            shape.
-        inmemory_cache_all: Whether each process reads its rows once and keeps them in memory. The
-            default is False.
+        label_shapes: Shape of each label; -1 stands for the batch. By default that of its column.
+        inmemory_cache_all: Whether each process keeps its rows in memory. The default is False.
         use_gpu: Whether to train on GPUs where there are any. The default is True.
         mp_start_method: Accepted for compatibility and ignored: readers are threads.
         num_gpus: GPUs of a process; 0 trains on the CPU. By default one is used where there is one.
@@ -121,14 +110,11 @@ class TorchEstimator(ModuleEstimator):
             0 uses no thread. The default is 8.
         val_async_data_loader_queue_size: Number of batches of validation that a thread reads ahead;
             0 uses no thread. The default is 8.
-        trainer_args: Dict of further arguments of the Trainer, which come before all others. By
-            default there are none.
-        nan_labels: What happens to rows with NaN in a label or weight: "refuse" raises an error
-            that counts them, "drop" leaves them out and says how many, "keep" trains with them.
-            The default is "refuse".
-        disk_cache: Whether each process keeps the rows that it has decoded in a temporary file of
-            Spark's local folders, so that it decodes them in the first epoch only. It does while a
-            tenth of the disk stays free. The default is True.
+        trainer_args: Dict of arguments of the Trainer, which come before others. By default none.
+        nan_labels: What is done with rows that have NaN in a label or weight: "refuse" raises an
+            error that counts them, "drop" leaves them out, "keep" uses them. By default "refuse".
+        disk_cache: Whether each process keeps decoded rows in a file in Spark's local folders, to
+            decode them only once, while a tenth of the disk is free. The default is True.
 
     Raises:
         ValueError: A value has the wrong type. What is missing or does not fit is found by `fit`,
@@ -136,6 +122,7 @@ class TorchEstimator(ModuleEstimator):
     """
 
     run_id_prefix = "pytorch"
+    _trainer = staticmethod(remote.train)
 
     @keyword_only
     def __init__(
@@ -196,19 +183,15 @@ class TorchEstimator(ModuleEstimator):
         super().__init__()
         self._set_given(self._input_kwargs)
 
-    def _is_module(self) -> bool:
-        try:
-            remote.flavour_of(self.getModel())
-        except ValueError:
-            return False
-        return True
-
     def _check_params(self) -> None:
         super()._check_params()
-        _require_lightning()
+        try:
+            flavours.preferred_flavour().require()
+        except ImportError as error:
+            raise RuntimeError(str(error)) from None
         if self.getTrainMinibatchFn() is not None:
             raise ValueError("train_minibatch_fn is not for Lightning: write it into training_step")
-        if self._is_module():
+        if remote.flavour_of(self.getModel()) is not None:
             for name in ("optimizer", "loss", "loss_constructors", "loss_weights"):
                 if self.getOrDefault(name) is not None:
                     raise ValueError(
@@ -226,7 +209,7 @@ class TorchEstimator(ModuleEstimator):
         self._check_losses()
 
     def _module(self) -> Any:
-        if self._is_module():
+        if remote.flavour_of(self.getModel()) is not None:
             return self.getModel()
         if not self.getFeatureCols():
             raise ValueError("feature_cols is not set, which a plain torch.nn.Module needs")
@@ -246,18 +229,7 @@ class TorchEstimator(ModuleEstimator):
         )
 
     def _pack(self) -> bytes:
-        try:
-            return bytes(cloudpickle.dumps({"model": self._module()}))
-        except Exception as error:
-            if isinstance(error, ValueError):
-                raise
-            raise ValueError(
-                "the model cannot be sent to the processes, because it cannot be pickled: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    def _trainer(self) -> Callable[[TrainingJob], Any]:
-        return remote.train
+        return pack_for_ranks({"model": self._module()}, "the model")
 
     def _find_checkpoint(self, path: str, run_id: str) -> bytes | None:
         found = self.getStore().get_checkpoints(run_id)
@@ -270,15 +242,6 @@ class TorchEstimator(ModuleEstimator):
         return self._trained_model(TorchModel, job, result["history"], module, self.getOptimizer())
 
 
-def _require_lightning() -> None:
-    from horovod.lightning import flavours
-
-    try:
-        flavours.preferred_flavour().require()
-    except ImportError as error:
-        raise RuntimeError(str(error)) from None
-
-
 class TorchModel(PlainTorchModel):
     """A trained Lightning module, as a transformer of Spark ML.
 
@@ -289,8 +252,7 @@ class TorchModel(PlainTorchModel):
         history: Loss and metrics of each epoch of the training.
         model: The trained `LightningModule`.
         feature_columns: Columns that the model is fed with.
-        input_shapes: Shape of each feature; -1 stands for the batch. By default a column keeps its
-            shape.
+        input_shapes: Shape of each feature; -1 stands for the batch. By default that of its column.
         label_columns: Columns that it predicts.
         optimizer: Optimizer of a plain model that was made a module.
         run_id: Name of the run that trained it.

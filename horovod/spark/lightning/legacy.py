@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from horovod.lightning import flavours
-from horovod.spark.torch import losses
-from horovod.spark.torch.feeding import Feed
+from horovod.spark.torch.feeding import Feed, Objective
 
 
 def to_lightning_module(
@@ -32,12 +31,7 @@ def to_lightning_module(
     feed = Feed(
         list(feature_cols), list(label_cols), sample_weights_col, input_shapes, label_shapes
     )
-    count = len(label_cols)
-    functions = losses.loss_functions(
-        loss_fns, loss_constructors, count, sample_weights_col is not None
-    )
-    weights = losses.to_list(loss_weights or [1.0 / count] * count, count, "loss weights")
-    groups = [losses.to_list(group, count, "metrics") for group in metrics]
+    objective = Objective(feed, loss_fns, loss_constructors, loss_weights, metrics)
 
     class ConvertedModule(base):  # type: ignore[misc, valid-type]
         takes_columns = True  # numbers as batches of shape (n, 1), when it predicts as well
@@ -55,12 +49,11 @@ def to_lightning_module(
 
         def _step(self, batch: Any, prefix: str) -> torch.Tensor:
             inputs, labels, sample_weights = feed.split(batch)
-            outputs, labels = losses.transform_outputs(self(*inputs), labels)
-            loss = losses.total_loss(outputs, labels, weights, functions, sample_weights)
+            outputs, labels, loss = objective.evaluate(self, inputs, labels, sample_weights)
             options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True}
             options["batch_size"] = len(inputs[0])
             self.log(f"{prefix}loss", loss, **options)
-            for number, group in enumerate(groups):
+            for number, group in enumerate(objective.metrics):
                 for index, metric in enumerate(group):
                     value = torch.as_tensor(metric(outputs[index], labels[index]))
                     self.log(f"{prefix}metric_{number}_{index}", value.float(), **options)

@@ -45,13 +45,13 @@ def train(job: TrainingJob) -> dict[str, Any] | None:
     return {"history": history.epochs, "state": file.getvalue()}
 
 
-def flavour_of(module: Any) -> Any:
-    """Return the Lightning package whose `LightningModule` a module derives from."""
+def flavour_of(module: Any) -> flavours.Flavour | None:
+    """Return the Lightning package whose `LightningModule` a module derives from, if it does."""
     for base in type(module).__mro__:
         for flavour in flavours.FLAVOURS:
             if base.__name__ == "LightningModule" and base.__module__.startswith(flavour.pytorch):
                 return flavour
-    raise ValueError(f"{type(module).__name__} is not a LightningModule")
+    return None
 
 
 def _trainer(job: TrainingJob, flavour: Any, folder: str, history: Any) -> Any:

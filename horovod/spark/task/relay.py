@@ -8,8 +8,8 @@ this process goes away: by a cancelled job, a killed executor, or a driver that 
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -23,22 +23,19 @@ from horovod.common.host import host_hash
 from horovod.common.wire import encode_key
 from horovod.runner.api import KEY, Relay, connect, search_path
 from horovod.spark.task import GPUS, get_available_devices
-from horovod.spark.ticket import Ticket
+from horovod.spark.task_link import Ticket, installed_torch
 
 _SPARKS_OWN = ("PYTHON_WORKER_FACTORY_SECRET", "PYTHON_WORKER_FACTORY_PORT")
 _RESTART = (
     "the worker in this task failed or is not needed; the task ends with an error so that Spark "
     "starts it again"
 )
-_VERSIONS = """\
-import importlib.metadata as m, json
-found = {}
-for name in ("horovod", "torch"):
-    try:
-        found[name] = m.version(name)
-    except m.PackageNotFoundError:
-        found[name] = None
-print(json.dumps(found))
+_TORCH_VERSION = """\
+import importlib.metadata as m
+try:
+    print(m.version("torch"))
+except m.PackageNotFoundError:
+    pass
 """
 
 
@@ -77,7 +74,8 @@ def describe(ticket: Ticket, context: TaskContext, attempt: int) -> dict[str, An
     return {
         "partition": context.partitionId(),
         "attempt": [context.taskAttemptId(), attempt],
-        "host": _host(),
+        # From the environment, or one name for each host or container of YARN.
+        "host": os.environ.get("HOROVOD_HOSTNAME") or host_hash(os.environ.get("CONTAINER_ID")),
         "hostname": os.uname().nodename,
         "pid": os.getpid(),
         "python": ticket.executable or sys.executable,
@@ -85,26 +83,18 @@ def describe(ticket: Ticket, context: TaskContext, attempt: int) -> dict[str, An
     }
 
 
-def _host() -> str:
-    """Return the host's name: from the environment, or one for each host or container of YARN."""
-    return os.environ.get("HOROVOD_HOSTNAME") or host_hash(os.environ.get("CONTAINER_ID"))
-
-
 def _versions(executable: str | None) -> dict[str, str | None]:
     """Return the versions that the workers' Python has installed, without importing them."""
     if executable is None:
-        from importlib import metadata, util
-
-        try:
-            torch = metadata.version("torch") if util.find_spec("torch") else None
-        except metadata.PackageNotFoundError:
-            torch = None
+        torch = installed_torch() if importlib.util.find_spec("torch") else None
         return {"horovod": horovod.__version__, "torch": torch}
     try:
-        command = [executable, "-c", _VERSIONS]
+        command = [executable, "-c", _TORCH_VERSION]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path())}
-        found = subprocess.run(command, capture_output=True, check=True, env=env, timeout=60)
-        return {**json.loads(found.stdout), "horovod": horovod.__version__}
+        found = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=env, timeout=60
+        )
+        return {"horovod": horovod.__version__, "torch": found.stdout.strip() or None}
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return {"problem": f"the workers' Python {executable!r} does not run: {error}"}
 

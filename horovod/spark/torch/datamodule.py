@@ -114,11 +114,12 @@ class PetastormDataModule(ParquetDataModule):
         self,
         steps: int,
         source: Callable[[], Iterator[Rows]],
-        ahead: int = BATCHES_AHEAD,
+        ahead: int | None = None,
         debug: bool = False,
         ends_early: bool = False,
     ) -> AsyncLoader:
         """Make a loader, which is closed with the data module."""
+        ahead = BATCHES_AHEAD if ahead is None else ahead
         loader = AsyncLoader(ahead, debug, steps, source, ends_early)
         self._loaders.append(loader)
         return loader

@@ -17,13 +17,38 @@ from horovod.spark.common.metadata import Metadata
 from horovod.spark.common.params import Spec, declare
 from horovod.spark.common.prediction import Predict
 from horovod.spark.common.reading.columns import Rows
+from horovod.spark.common.serialization import Persistent, decode, encode, pack_for_ranks
 from horovod.spark.torch import remote
 from horovod.spark.torch.datamodule import tensors
 from horovod.spark.torch.feeding import Feed
-from horovod.spark.torch.serialization import PersistentWithOptimizer
 from horovod.spark.torch.trial import Trial
 
+_WITH_MODEL = {"horovod_torch": "with the model"}
 
+
+class PersistentWithOptimizer(Persistent):
+    """Saves a model and its optimizer together; mixed into the classes that have both."""
+
+    def _encode(self, name: str, value: Any) -> Any:
+        if name == "model":
+            both = {"model": value, "optimizer": self.getOrDefault("optimizer")}
+            return encode("the model or its optimizer", both)
+        if name == "optimizer":
+            return _WITH_MODEL
+        return super()._encode(name, value)
+
+    def _decode_all(self, values: dict[str, Any]) -> dict[str, Any]:
+        found = {name: decode(value) for name, value in values.items() if value != _WITH_MODEL}
+        if "model" in found:
+            both = found.pop("model")
+            found.update({name: part for name, part in both.items() if part is not None})
+        return found
+
+
+@declare(
+    Spec("input_shapes", None, "the shape of each feature; -1 stands for the batch"),
+    Spec("loss_constructors", None, "functions that make the losses; excludes loss"),
+)
 class ModuleEstimator(PersistentWithOptimizer, HorovodEstimator):
     """Base class of the estimators for PyTorch and for Lightning."""
 
@@ -68,9 +93,7 @@ class ModuleEstimator(PersistentWithOptimizer, HorovodEstimator):
 
 
 @declare(
-    Spec("input_shapes", None, "the shape of each feature; -1 stands for the batch"),
-    Spec("loss_constructors", None, "functions that make the losses; excludes loss"),
-    Spec("train_minibatch_fn", None, "computes outputs and loss of a batch and makes the step"),
+    Spec("train_minibatch_fn", None, "computes outputs and loss of a batch and makes the step")
 )
 class TorchEstimator(ModuleEstimator):
     """Trains a PyTorch model on the rows of a DataFrame, on many processes.
@@ -82,13 +105,11 @@ class TorchEstimator(ModuleEstimator):
     learning rate is multiplied by the number of processes while training.
 
     Args:
-        num_proc: Number of processes that train. By default the number of tasks that Spark runs at
-            once. Give it or `backend`.
+        num_proc: Number of processes. By default as many as Spark runs tasks. Give it or `backend`.
         data_module: Class that reads the data, or its full name as text. By default the
             `PetastormDataModule` of this package, which reads Parquet without Petastorm.
         model: `torch.nn.Module` to train. It is required.
-        backend: `Backend` that runs the training. By default a `SparkBackend` with `num_proc`
-            processes.
+        backend: `Backend` that runs the training. By default a `SparkBackend(num_proc)`.
         store: `Store` for data, checkpoints and logs, such as `Store.create(path)`. It is required.
         optimizer: Optimizer of the model's parameters. It is required.
         loss: Function of outputs and labels, or a list with one for each label. Give it or
@@ -99,14 +120,12 @@ class TorchEstimator(ModuleEstimator):
             for each label. By default there are none.
         loss_weights: How much the loss of each label counts. By default all count the same.
         sample_weight_col: Column with the weight of each row. By default all rows count the same.
-        gradient_compression: Compressor for the gradients, such as `hvd.Compression.fp16`. By
-            default nothing is compressed.
+        gradient_compression: Compressor, such as `hvd.Compression.fp16`. By default none.
         feature_cols: Columns that the model is fed with, in the order of its inputs. By default all
             but the labels, the weights and the validation column.
         continuous_cols: Feature columns that are numbers, for data modules that ask for them.
         categorical_cols: Feature columns that the model gets as integers.
-        input_shapes: Shape of each feature; -1 stands for the batch. By default a column keeps its
-            shape.
+        input_shapes: Shape of each feature; -1 stands for the batch. By default that of its column.
         validation: Fraction of the rows to validate with, or the name of a column whose true or
             positive values mark such rows. By default there is no validation.
         label_cols: Columns to predict, one for each output of the model. They are required.
@@ -116,41 +135,31 @@ class TorchEstimator(ModuleEstimator):
         val_batch_size: Number of rows in a batch of validation. By default `batch_size`.
         epochs: Number of epochs to train. The default is 1.
         verbose: How much is printed; 0 is nothing. The default is 1.
-        random_seed: Seed for shuffling, for choosing validation rows, and for the framework. By
-            default they are random.
+        random_seed: Seed of shuffling, of validation rows and of the framework. By default random.
         shuffle_buffer_size: Deprecated: number of rows to shuffle among. By default as many as fit
             into 24 MiB; 0 does not shuffle.
         shuffle: Whether to shuffle the rows of training. The default is True.
         partitions_per_process: Number of Parquet files for each process. The default is 10.
-        run_id: Name of this run. A run of the same name goes on from its checkpoint. By default a
-            new name.
+        run_id: Name of the run, which goes on from a checkpoint of that name. By default a new one.
         train_minibatch_fn: Function that computes outputs and loss of one batch and makes the step,
             in place of the usual one. It is called with the model, the optimizer, a function that
             brings outputs and labels into one form, the losses, inputs, labels and weights.
         train_steps_per_epoch: Number of batches of an epoch on each process. By default all rows.
-        validation_steps_per_epoch: Number of batches of a validation on each process. By default
-            all rows.
+        validation_steps_per_epoch: Batches of a validation on each process. By default all rows.
         transformation_fn: Function from one pandas DataFrame of rows to another, which runs where
             rows are read. By default rows stay as they are.
-        train_reader_num_workers: Number of threads that read the rows of training. The default is
-            2.
-        val_reader_num_workers: Number of threads that read the rows of validation. The default is
-            2.
+        train_reader_num_workers: Number of threads that read rows to train with. The default is 2.
+        val_reader_num_workers: Number of threads that read rows to validate with. The default is 2.
         reader_pool_type: Accepted for compatibility and ignored: readers are threads.
-        label_shapes: Shape of each label; -1 stands for the batch. By default a label keeps its
-            shape.
-        inmemory_cache_all: Whether each process reads its rows once and keeps them in memory. The
-            default is False.
+        label_shapes: Shape of each label; -1 stands for the batch. By default that of its column.
+        inmemory_cache_all: Whether each process keeps its rows in memory. The default is False.
         use_gpu: Whether to train on GPUs where there are any. The default is True.
         mp_start_method: Accepted for compatibility and ignored: readers are threads.
-        backward_passes_per_step: Number of batches whose gradients are added up for one step. The
-            default is 1.
-        nan_labels: What happens to rows with NaN in a label or weight: "refuse" raises an error
-            that counts them, "drop" leaves them out and says how many, "keep" trains with them.
-            The default is "refuse".
-        disk_cache: Whether each process keeps the rows that it has decoded in a temporary file of
-            Spark's local folders, so that it decodes them in the first epoch only. It does while a
-            tenth of the disk stays free. The default is True.
+        backward_passes_per_step: Batches whose gradients make one step. The default is 1.
+        nan_labels: What is done with rows that have NaN in a label or weight: "refuse" raises an
+            error that counts them, "drop" leaves them out, "keep" uses them. By default "refuse".
+        disk_cache: Whether each process keeps decoded rows in a file in Spark's local folders, to
+            decode them only once, while a tenth of the disk is free. The default is True.
 
     Raises:
         ValueError: A value has the wrong type. What is missing or does not fit is found by `fit`,
@@ -162,6 +171,7 @@ class TorchEstimator(ModuleEstimator):
     """
 
     run_id_prefix = "pytorch"
+    _trainer = staticmethod(remote.train)
 
     @keyword_only
     def __init__(
@@ -257,17 +267,8 @@ class TorchEstimator(ModuleEstimator):
             "loss_constructors": self.getLossConstructors(),
         }
         for name, part in parts.items():
-            try:
-                cloudpickle.dumps(part)
-            except Exception as error:
-                raise ValueError(
-                    f"the {name} cannot be sent to the processes, because it cannot be pickled: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+            pack_for_ranks(part, f"the {name}")
         return bytes(cloudpickle.dumps(parts))  # together, so the optimizer keeps its parameters
-
-    def _trainer(self) -> Callable[[TrainingJob], Any]:
-        return remote.train
 
     def _model_of(self, result: Any, job: TrainingJob) -> Any:
         state = torch.load(io.BytesIO(result["state"]), map_location="cpu", weights_only=True)
@@ -295,8 +296,7 @@ class TorchModel(PersistentWithOptimizer, HorovodModel):
         history: Loss and metrics of each epoch of the training.
         model: The trained `torch.nn.Module`.
         feature_columns: Columns that the model is fed with.
-        input_shapes: Shape of each feature; -1 stands for the batch. By default a column keeps its
-            shape.
+        input_shapes: Shape of each feature; -1 stands for the batch. By default that of its column.
         label_columns: Columns that it predicts.
         optimizer: The optimizer with its state.
         run_id: Name of the run that trained it.

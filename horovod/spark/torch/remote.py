@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -14,9 +13,8 @@ import torch
 import horovod.torch as hvd
 from horovod.spark.common.job import TrainingJob
 from horovod.spark.task import local_device_index
-from horovod.spark.torch import losses
 from horovod.spark.torch.datamodule import PetastormDataModule
-from horovod.spark.torch.feeding import Feed
+from horovod.spark.torch.feeding import Averages, Feed, Objective, transform_outputs
 
 
 def train(job: TrainingJob) -> dict[str, Any] | None:
@@ -28,16 +26,12 @@ def train(job: TrainingJob) -> dict[str, Any] | None:
 class _Training:
     def __init__(self, job: TrainingJob) -> None:
         self.job = job
-        self.labels = len(job.label_columns)
         seed = job["random_seed"]
         if seed is not None:
             torch.manual_seed(seed)
         self.device = _device(job["use_gpu"])
         packed = cloudpickle.loads(job.payload)
         self.model, self.optimizer = packed["model"], packed["optimizer"]
-        self.weights = losses.to_list(
-            job["loss_weights"] or [1.0 / self.labels] * self.labels, self.labels, "loss weights"
-        )
         self.feed = Feed(
             job.feature_columns,
             job.label_columns,
@@ -46,25 +40,19 @@ class _Training:
             job["label_shapes"],
             frozenset(job["categorical_cols"] or ()),
         )
-        self.functions = losses.loss_functions(
+        self.objective = Objective(
+            self.feed,
             packed["loss"],
             packed["loss_constructors"],
-            self.labels,
-            self.feed.sample_weight_col is not None,
+            job["loss_weights"],
+            job["metrics"],
         )
-        self.metrics = [
-            losses.to_list(group, self.labels, "metrics") for group in job["metrics"] or ()
-        ]
-        self.minibatch: Callable[..., Any] = job["train_minibatch_fn"] or self._minibatch
         self.passes = job["backward_passes_per_step"]
         self.batch_index = 0
-        self._prepare()
-
-    def _prepare(self) -> None:
         self.model.to(self.device)
-        if self.job.checkpoint is not None:
+        if job.checkpoint is not None:
             saved = torch.load(
-                io.BytesIO(self.job.checkpoint), map_location=self.device, weights_only=True
+                io.BytesIO(job.checkpoint), map_location=self.device, weights_only=True
             )
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
@@ -72,13 +60,14 @@ class _Training:
             for name, value in state.items():
                 if torch.is_tensor(value) and name != "step":
                     state[name] = value.to(self.device)
-        _scale_rates(self.optimizer, hvd.size())
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * hvd.size()
         hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
         hvd.broadcast_optimizer_state(self.optimizer, root_rank=0)
         self.optimizer = hvd.DistributedOptimizer(
             self.optimizer,
             named_parameters=self.model.named_parameters(),
-            compression=self.job["gradient_compression"] or hvd.Compression.none,
+            compression=job["gradient_compression"] or hvd.Compression.none,
             backward_passes_per_step=self.passes,
         )
 
@@ -111,52 +100,47 @@ class _Training:
         return {"history": history, "state": self._state()}
 
     def _train(self, batches: Any) -> dict[str, Any]:
-        averages = losses.Averages(self.metrics)
+        averages = Averages(self.objective.metrics)
         self.model.train()
         for batch in batches:
             inputs, labels, sample_weights = self.feed.split(batch, self.device)
-            outputs, loss = self.minibatch(
-                self.model,
-                self.optimizer,
-                losses.transform_outputs,
-                self.functions,
-                inputs,
-                labels,
-                sample_weights,
-            )
-            if self.metrics:
-                outputs, labels = losses.transform_outputs(outputs, labels)
+            if self.job["train_minibatch_fn"] is None:
+                outputs, labels, loss = self._step(inputs, labels, sample_weights)
+            else:
+                outputs, loss = self.job["train_minibatch_fn"](
+                    self.model,
+                    self.optimizer,
+                    transform_outputs,
+                    self.objective.functions,
+                    inputs,
+                    labels,
+                    sample_weights,
+                )
+                if self.objective.metrics:
+                    outputs, labels = transform_outputs(outputs, labels)
             averages.add(len(inputs[0]), loss, outputs, labels)
         return averages.result(hvd, "train")
 
-    def _minibatch(
-        self,
-        model: Any,
-        optimizer: Any,
-        transform_outputs: Callable[..., Any],
-        loss_fns: Any,
-        inputs: Any,
-        labels: Any,
-        sample_weights: Any,
-    ) -> tuple[Any, torch.Tensor]:
+    def _step(self, *batch: Any) -> tuple[Any, Any, torch.Tensor]:
+        """Compute the gradients of a batch; make a step with those of `passes` batches."""
         if self.batch_index % self.passes == 0:
-            optimizer.zero_grad()
-        outputs, labels = transform_outputs(model(*inputs), labels)
-        loss = losses.total_loss(outputs, labels, self.weights, loss_fns, sample_weights)
+            self.optimizer.zero_grad()
+        outputs, labels, loss = self.objective.evaluate(self.model, *batch)
         loss.backward()  # type: ignore[no-untyped-call]
         self.batch_index += 1
         if self.batch_index % self.passes == 0:
-            optimizer.step()
-        return outputs, loss
+            self.optimizer.step()
+        return outputs, labels, loss
 
     @torch.no_grad()
     def _validate(self, batches: Any) -> dict[str, Any]:
-        averages = losses.Averages(self.metrics)
+        averages = Averages(self.objective.metrics)
         self.model.eval()
         for batch in batches:
             inputs, labels, sample_weights = self.feed.split(batch, self.device)
-            outputs, labels = losses.transform_outputs(self.model(*inputs), labels)
-            loss = losses.total_loss(outputs, labels, self.weights, self.functions, sample_weights)
+            outputs, labels, loss = self.objective.evaluate(
+                self.model, inputs, labels, sample_weights
+            )
             averages.add(len(inputs[0]), loss, outputs, labels)
         return averages.result(hvd, "validation")
 
@@ -203,11 +187,6 @@ def _device(use_gpu: bool) -> torch.device:
     index = local_device_index(hvd.local_rank())
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def _scale_rates(optimizer: Any, factor: int) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = group["lr"] * factor
 
 
 def _line(found: dict[str, Any], epochs: int) -> str:

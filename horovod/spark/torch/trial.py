@@ -19,9 +19,8 @@ import torch
 from horovod.common.logging import get_logger
 from horovod.spark.common.reading.columns import ColumnError, Rows
 from horovod.spark.common.reading.row_buffer import row_count
-from horovod.spark.torch import losses
 from horovod.spark.torch.datamodule import tensors
-from horovod.spark.torch.feeding import Feed
+from horovod.spark.torch.feeding import Feed, Objective, transform_outputs
 
 logger = get_logger(__name__)
 
@@ -58,80 +57,69 @@ class Trial:
 
     def _try(self, rows: Rows) -> None:
         packed = cloudpickle.loads(self.payload)  # a copy, so that the user's model stays as it is
-        labels = len(self.feed.labels)
-        functions = losses.loss_functions(
-            packed["loss"],
-            packed["loss_constructors"],
-            labels,
-            self.feed.sample_weight_col is not None,
+        objective = Objective(
+            self.feed, packed["loss"], packed["loss_constructors"], None, self.metrics
         )
-        groups = [losses.to_list(group, labels, "metrics") for group in self.metrics or ()]
         model = packed["model"].cpu()
         inputs, given, _ = self.feed.split(tensors(rows))
         fed = ", ".join(map(self._describe, self.feed.features, inputs))
-        done, outputs = _call(
+        outputs = _call(
             lambda: model(*inputs),
             f"the model fails with a batch of {fed}",
             "Give the columns the shapes that it takes with input_shapes, name columns of "
             "category indices in categorical_cols, or change the model",
         )
-        if not done:
+        if outputs is None:
             return
         names = ", ".join(self.feed.labels)
-        done, pairs = _call(
-            lambda: losses.transform_outputs(outputs, given),
+        pairs = _call(
+            lambda: transform_outputs(outputs, given),
             f"the outputs of the model do not fit the label(s) {names}",
             "The model returns one tensor for each of label_cols, in their order",
         )
-        if not done:
+        if pairs is None:
             return
-        outputs, wanted = pairs
-        for index, name in enumerate(self.feed.labels):
-            output, label = outputs[index], wanted[index]
+        for index, (name, output, label) in enumerate(zip(self.feed.labels, *pairs, strict=True)):
             found = f"{self._describe(name, label)} and an output {_text(output)}"
-            advice = "Change label_shapes, the loss or the model"
+            wants_integers = (
+                f"It wants whole numbers: df.withColumn({name!r}, df[{name!r}].cast('long')) makes "
+                "them"
+            )
             for what, function in (
-                ("loss", functions[index]),
-                *(("metric", group[index]) for group in groups),
+                ("loss", objective.functions[index]),
+                *(("metric", group[index]) for group in objective.metrics),
             ):
                 _call(
                     functools.partial(function, output, label),
                     f"the {what} fails with the label {found}",
-                    _advice(name, label, advice),
+                    "Change label_shapes, the loss or the model",
+                    wants_integers if label.is_floating_point() else "",
                 )
 
     def _describe(self, name: str, tensor: torch.Tensor) -> str:
         return f"{name!r} (column of type {self.kinds[name]}, {_text(tensor)})"
 
 
-def _call(function: Callable[[], Any], failure: str, advice: Callable[[str], str] | str) -> Any:
-    """Call a function; return whether that worked, and its result. ColumnError blames the data."""
+def _call(function: Callable[[], Any], failure: str, advice: str, wants_integers: str = "") -> Any:
+    """Call a function and return its result; ColumnError if it fails and the data is to blame.
+
+    Return None if it fails for another reason. `wants_integers` is the advice if it names them.
+    """
     try:
-        return True, function()
+        return function()
     except _WRONG_DATA as error:
         words = " ".join(str(error).split())
         if _ELSEWHERE.search(words) or isinstance(error, NotImplementedError):
             logger.debug("the trial on the driver says nothing: %s", words)
-            return False, None
-        hint = advice if isinstance(advice, str) else advice(words)
+            return None
+        if wants_integers and _WANTS_INTEGERS.search(words):
+            advice = wants_integers
         raise ColumnError(
-            f"{failure}: {type(error).__name__}: {words}. {hint}. Nothing was started"
+            f"{failure}: {type(error).__name__}: {words}. {advice}. Nothing was started"
         ) from error
     except Exception as error:
         logger.debug("the trial on the driver says nothing: %r", error)
-        return False, None
-
-
-def _advice(name: str, label: torch.Tensor, otherwise: str) -> Callable[[str], str]:
-    def choose(words: str) -> str:
-        if label.is_floating_point() and _WANTS_INTEGERS.search(words):
-            return (
-                f"It wants whole numbers: df.withColumn({name!r}, df[{name!r}].cast('long')) makes "
-                "them"
-            )
-        return otherwise
-
-    return choose
+        return None
 
 
 def _text(tensor: Any) -> str:

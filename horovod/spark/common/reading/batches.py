@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -67,7 +68,7 @@ def _blocks(
     layout: RowLayout | None = None
     capacity = rows_in_block = lacking = 0
 
-    for chunks in passes:
+    for chunks in itertools.chain(passes, [iter(())]):  # an empty pass draws what is left
         filling: RowBuffer | RowQueue | None = None
         for rows in chunks:
             if not row_count(rows):
@@ -100,13 +101,8 @@ def _blocks(
                 yield layout, join(parts, layout)
                 parts, lacking = [], rows_in_block
         ending = filling
-    while ending is not None and ending.size:
-        assert layout is not None
-        parts.append(ending.draw(lacking, random))
-        lacking -= len(parts[-1][0])
-        if not lacking or not ending.size:
-            yield layout, join(parts, layout)
-            parts, lacking = [], rows_in_block
+    if layout is not None and parts:
+        yield layout, join(parts, layout)
 
 
 def _rows_at_once(batch_size: int, capacity: int, row_bytes: int) -> int:

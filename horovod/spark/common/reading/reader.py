@@ -65,7 +65,6 @@ class ParquetReader:
     """
 
     batched_output = True
-    is_batched_reader = True
 
     def __init__(
         self,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import posixpath
-import shutil
 import tempfile
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from horovod.spark.common.stores.store_base import Store
@@ -271,7 +271,9 @@ class AbstractFilesystemStore(Store):
         return "logs"
 
     def get_local_output_dir_fn(self, run_id: str) -> Callable[[], Any]:
-        return _local_output_dir
+        return functools.partial(
+            tempfile.TemporaryDirectory, prefix="horovod_run_", ignore_cleanup_errors=True
+        )
 
     def sync_fn(self, run_id: str) -> Callable[[str], None]:
         return _Sync(self, self.get_run_path(run_id))
@@ -311,15 +313,6 @@ class _Sync:
                     relative = os.path.relpath(local, local_run_path)
                     self._store.upload(local, posixpath.join(self._run_path, relative))
                     self._seen[local] = state
-
-
-@contextlib.contextmanager
-def _local_output_dir() -> Iterator[str]:
-    folder = tempfile.mkdtemp(prefix="horovod_run_")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _previous(target: str) -> str:

@@ -1,4 +1,4 @@
-"""Run an elastic job on Spark tasks. `runner.run_elastic` calls `run_elastic_tasks`.
+"""Run jobs on Spark tasks: with a fixed number of ranks, and elastic ones. `runner` calls these.
 
 For the elastic driver every attempt of a task is a host of its own: it comes when the task
 connects, and goes when the connection ends. Spark restarts tasks that failed, and starts tasks that
@@ -7,15 +7,18 @@ found no room when new executors come.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from horovod.common.config import Config
 from horovod.runner.api import (
     AgentSet,
     Driver,
+    FixedRanks,
     HostAgent,
     HostDiscovery,
     HostManager,
+    JobRequest,
     Limits,
     NoMoreHosts,
     Outcome,
@@ -24,10 +27,50 @@ from horovod.runner.api import (
     collect_results,
     raise_failures,
 )
-from horovod.spark.gathering import check_slots, check_versions, gather, spark_error
+from horovod.spark.gathering import assign_ranks, check_slots, check_versions, gather, spark_error
 from horovod.spark.job_setup import JobSetup
 from horovod.spark.spark_job import SparkJob
 from horovod.spark.task_link import TaskLink, TaskServer
+
+
+def run_static(setup: JobSetup, num_proc: int) -> list[Any]:
+    """Return the results by rank, or raise the failure; nothing is left running."""
+    cluster, ticket = setup.cluster, setup.ticket
+    check_slots(cluster, num_proc)
+    # Barrier tasks start all at once or not at all: two jobs cannot each hold half the slots.
+    barrier = cluster.allows_barrier and (cluster.slots or 0) >= num_proc
+    with setup.open_tasks(num_proc, barrier=barrier) as (server, spark_job):
+        links = gather(server, spark_job, cluster, num_proc, ticket.start_timeout)
+        check_versions([link.info for link in links], ticket.version)
+        outcome = _run_workers(setup, links)
+        if outcome.lost is not None and spark_job.why():
+            outcome.account += f"\nSpark says:\n{spark_job.why()}\n"
+        raise_failures(setup.store, outcome)
+        return collect_results(setup.store, num_proc)
+
+
+def _run_workers(setup: JobSetup, links: Sequence[TaskLink]) -> Outcome:
+    ranks = assign_ranks(links)
+    links_by_name = {link.name: link for link in links}
+    with setup.open_watcher() as watcher, setup.open_job(watcher) as job:
+        request = JobRequest(
+            command=setup.command,
+            slots=[slot for _, slot in ranks],
+            env=watcher.variables(),
+            cwd=".",
+            nics=setup.nics,
+            start_timeout=setup.ticket.start_timeout,
+            verbose=setup.verbose,
+            agent_names=[link.name for link, _ in ranks],
+        )
+        for _, slot in ranks:
+            job.outputs.open(slot.rank, slot.rank)
+        hosts = AgentSet(
+            request, job, lambda name: links_by_name[name].start_agent(name), together=True
+        )
+        outcome = job.run(hosts, FixedRanks(request, job, hosts))
+        watcher.ended(outcome)
+    return outcome
 
 
 def run_elastic_tasks(setup: JobSetup, limits: Limits) -> list[Any]:
@@ -85,18 +128,13 @@ class TaskDiscovery(HostDiscovery):
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         if not self._job.is_running:
             raise NoMoreHosts(str(spark_error(self._job)))
-        return {host_name(link): 1 for link in self._server.living()}
+        return {link.elastic_host: 1 for link in self._server.living()}
 
     def link(self, name: str) -> TaskLink:
         for link in self._server.living():
-            if host_name(link) == name:
+            if link.elastic_host == name:
                 return link
         raise ConnectionResetError("its Spark task has ended")
-
-
-def host_name(link: TaskLink) -> str:
-    info = link.info
-    return f"{info.host}-{info.partition}-{info.attempt[0]}.{info.attempt[1]}"
 
 
 def limits_from(
