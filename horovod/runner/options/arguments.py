@@ -238,7 +238,7 @@ def _settle_allocation(options: argparse.Namespace, environ: Mapping[str, str]) 
 
 def _read_hostfile(path: str) -> list[Host]:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8-sig", errors="replace") as file:  # editors may write a BOM
             return parse_hostfile(file)
     except OSError as error:
         why = f"cannot read {path!r}: {error.strerror}"
