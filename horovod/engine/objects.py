@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ import torch
 from horovod.engine.collective import Collective, Kind
 from horovod.engine.runtime import runtime
 
-_SIZE = struct.Struct("<q")  # size of the pickled object that follows
-_UNPICKLABLE = -1  # stands for the size, so that nobody waits for an object
+_SIZE = struct.Struct("<q")
+"""Size of the pickled object that follows. A negative size -1 - n stands for an object that cannot
+be pickled, so that nobody waits for it; n bytes of text follow, which say why."""
+
+_MOST_TEXT = 1000  # bytes of that text
 _HEAD = 4096
 """Bytes of the first message of a broadcast. Most objects, such as counters, need no second one."""
 
@@ -32,8 +36,9 @@ def broadcast_object(obj: Any, root_rank: int, name: str, process_set_id: int) -
     if failure is not None:
         raise failure
     (size,) = _SIZE.unpack_from(head)
-    if size == _UNPICKLABLE:
-        raise ValueError(f"rank {root_rank} could not pickle the object to broadcast")
+    if size < 0:
+        why = _explanation(head, 0)
+        raise ValueError(f"rank {root_rank} could not pickle the object to broadcast: {why}")
     if not is_root:
         parcel = head + bytearray(max(0, _SIZE.size + size - _HEAD))
     if len(parcel) > _HEAD:
@@ -53,8 +58,9 @@ def allgather_object(obj: Any, name: str, process_set_id: int) -> list[Any]:
     start = 0
     for rank in runtime.process_set_ranks(process_set_id):
         (size,) = _SIZE.unpack_from(everything, start)
-        if size == _UNPICKLABLE:
-            raise ValueError(f"rank {rank} could not pickle its object")
+        if size < 0:
+            why = _explanation(everything, start)
+            raise ValueError(f"rank {rank} could not pickle its object: {why}")
         start += _SIZE.size
         objects.append(pickle.loads(everything[start : start + size]))
         start += size
@@ -82,7 +88,29 @@ def _pack(obj: Any) -> tuple[bytearray, Exception | None]:
     try:
         cloudpickle.dump(obj, buffer)
     except Exception as error:
-        return bytearray(_SIZE.pack(_UNPICKLABLE)), error
+        culprit = _culprit(obj, cloudpickle.dumps)
+        if culprit and hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(culprit)
+        why = f"{type(error).__name__}: {error}" + (f" ({culprit})" if culprit else "")
+        text = why.encode(errors="replace")[:_MOST_TEXT]
+        return bytearray(_SIZE.pack(-1 - len(text)) + text), error
     parcel = bytearray(buffer.getbuffer())
     _SIZE.pack_into(parcel, 0, len(parcel) - _SIZE.size)
     return parcel, None
+
+
+def _culprit(obj: Any, dump: Callable[[Any], object]) -> str:
+    """Return words that name the value of a dict that cannot be pickled, such as in a state."""
+    for key, value in obj.items() if type(obj) is dict else ():
+        try:
+            dump(value)
+        except Exception:
+            return f"it is in the value of {key!r}"
+    return ""
+
+
+def _explanation(content: bytearray | memoryview, start: int) -> str:
+    """Return the text in place of an object that could not be pickled."""
+    (size,) = _SIZE.unpack_from(content, start)
+    begin = start + _SIZE.size
+    return bytes(content[begin : begin - 1 - size]).decode(errors="replace")

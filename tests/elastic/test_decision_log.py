@@ -74,6 +74,14 @@ def test_the_reason_is_what_happened_since_the_last_and_who_joins():
     assert log.announce(proposal(0, 2, 3, kind="added", added=(3,))).reason == "w3 on b joins"
 
 
+def test_a_job_that_begins_without_a_worker_says_so():
+    state = JobState()
+    state.alive = {number: Process(number, "ab"[number % 2]) for number in range(3)}
+    state.alive[0].ready_at = state.alive[2].ready_at = 1.0
+    reason = "the job begins without w1 (b): no hvd.init() there so far"
+    assert DecisionLog(state, MemoryStore()).announce(proposal(0)).reason == reason
+
+
 def test_a_decision_after_which_nothing_has_happened_has_a_reason_too():
     state = JobState()
     log = DecisionLog(state, MemoryStore())

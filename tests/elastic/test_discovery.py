@@ -32,6 +32,13 @@ def test_a_script_prints_hosts(tmp_path: Path):
     assert found == {"node1": 4, "node2": 2, "node3": 1, "node4": 1}
 
 
+def test_hosts_without_a_slot_are_not_there(tmp_path: Path):
+    path = script(tmp_path, "echo node1:0; echo node2:1; echo node3:0")
+    assert HostDiscoveryScript(path, 2).find_available_hosts_and_slots() == {"node2": 1}
+    path = script(tmp_path, "echo node1:0")
+    assert HostDiscoveryScript(path, 2).find_available_hosts_and_slots() == {}
+
+
 def test_a_command_line_with_arguments(tmp_path: Path):
     path = script(tmp_path, 'printf "%s:3\\n" "$@"')
     found = HostDiscoveryScript(f"{path} one 'two' \"three\"", None)

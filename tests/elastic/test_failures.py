@@ -48,6 +48,16 @@ def test_a_failure_is_noted_everywhere(job: Parts):
     assert not job.manager.is_blacklisted("a")
 
 
+def test_a_failure_is_said_at_once_if_no_decision_may_follow(job: Parts):
+    job.state.finishing = True
+    job.failures.failed(job.state.alive[1], 3)
+    (event,) = job.events()
+    assert event["message"] == "w1 (rank 1, a) failed: exit code 3; others have finished"
+    job.state.alive[0].is_done = True
+    job.failures.failed(job.state.alive[0], 3)
+    assert "message" not in job.events()[1]  # the end of the job tells of it
+
+
 def test_the_ranks_that_a_worker_blamed_are_in_the_status_file(job: Parts):
     job.state.alive[0].because_of = (1, 2)
     job.failures.failed(job.state.alive[0], 1)

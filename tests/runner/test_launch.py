@@ -324,6 +324,39 @@ def test_commands_that_cannot_run(tmp_path: Path, make, name: str, status: int, 
     assert "Traceback" not in done.stderr
 
 
+def test_variables_before_the_command_are_for_the_workers():
+    program = "import os; print(os.environ['HOROVOD_FUSION_THRESHOLD'], os.environ['A'])"
+    words = ("HOROVOD_FUSION_THRESHOLD=7", "A=b c", sys.executable, "-c", program)
+    done = run("-np", "1", "--fusion-threshold-mb", "32", *words)
+    assert done.stdout == "[0]<stdout>:7 b c\n", done.stderr
+    done = run("-np", "1", "A=b")
+    assert done.returncode == 2
+    assert "say what to run" in done.stderr
+
+
+def test_a_command_in_quotes_is_pointed_out():
+    done = run("-np", "1", "ls -l")
+    assert done.returncode == 127
+    assert "command not found: 'ls -l'; leave out the quotes" in done.stderr
+
+
+def test_a_folder_that_is_gone(tmp_path: Path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    script = 'rmdir "$PWD"; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", script, "-", *command("-np", "1", "true")],
+        env=environment(),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("horovodrun: the folder in which this program runs is not there")
+
+
 def test_many_processes_come_and_go():
     done = run("-np", "32", "sh", "-c", "echo $RANK of $WORLD_SIZE")
     assert done.returncode == 0, done.stderr

@@ -78,7 +78,7 @@ def test_objects_of_different_sizes(pool3: RankPool):
 
 
 def _unpicklable() -> tuple[str, str, list[int]]:
-    bad = threading.Lock() if hvd.rank() == 1 else None
+    bad = {"step": 0, "lock": threading.Lock()} if hvd.rank() == 1 else None
     with pytest.raises((TypeError, ValueError)) as gathering:
         hvd.allgather_object(bad)
     with pytest.raises((TypeError, ValueError)) as sending:
@@ -87,10 +87,16 @@ def _unpicklable() -> tuple[str, str, list[int]]:
 
 
 def test_an_object_that_cannot_be_pickled_raises_everywhere(pool2: RankPool):
-    for rank, (gathering, sending, after) in enumerate(pool2.run(_unpicklable)):
-        assert ("pickle '_thread.lock'" if rank == 1 else "rank 1") in gathering
-        assert ("pickle '_thread.lock'" if rank == 1 else "rank 1") in sending
-        assert after == [0, 1]
+    why = "cannot pickle '_thread.lock' object"
+    whole = f"TypeError: {why} (it is in the value of 'lock')"
+    assert pool2.run(_unpicklable) == [
+        (
+            f"rank 1 could not pickle its object: {whole}",
+            f"rank 1 could not pickle the object to broadcast: {whole}",
+            [0, 1],
+        ),
+        (why, why, [0, 1]),
+    ]
 
 
 def _model() -> torch.nn.Module:

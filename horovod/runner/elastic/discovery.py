@@ -140,7 +140,10 @@ class FixedHosts(HostDiscovery):
 
 
 class HostDiscoveryScript(HostDiscovery):
-    """A command that prints one host per line, ``HOST`` or ``HOST:SLOTS``."""
+    """A command that prints one host per line, ``HOST`` or ``HOST:SLOTS``.
+
+    ``HOST:0`` is a host that takes no worker now, as if it were not printed.
+    """
 
     def __init__(
         self, discovery_script: str, slots: int | None, timeout: float = SCRIPT_SECONDS
@@ -195,7 +198,7 @@ class HostDiscoveryScript(HostDiscovery):
             if not line.strip():
                 continue
             try:
-                for host in parse_hosts(line.strip()):
+                for host in parse_hosts(line.strip(), may_be_none=True):
                     slots = host.slots if host.slots is not None else self._slots
                     if slots is None:
                         raise ValueError(

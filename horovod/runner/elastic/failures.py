@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import Any
 
 from horovod.common.generations.decisions import DRIVER_LOST
 from horovod.observe.reports.amounts import count_of
@@ -83,7 +84,12 @@ class Failures:
     def _note(self, process: Process, code: int, how: str) -> None:
         self._state.note_loss(process, code, how)
         said = {} if process.because_of is None else {"because_of": process.because_of}
-        self._status.note("failed", worker=process.name, host=process.host, how=how, **said)
+        facts: dict[str, Any] = {"worker": process.name, "host": process.host, "how": how, **said}
+        if self._state.finishing and not process.is_done:  # there may be no decision that tells it
+            text = f"{process} failed: {how}; others have finished"
+            self._status.announce(text, "failed", **facts)
+        else:
+            self._status.note("failed", **facts)
 
     def _fence(self) -> None:
         self._state.fenced_until = time.monotonic() + _FENCE_SECONDS

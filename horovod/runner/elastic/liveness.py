@@ -61,7 +61,10 @@ class DecisionLog:
     def _explain(self, slots: Mapping[int, Slot]) -> str:
         """Return the reason for a decision before which nothing happened to workers or hosts."""
         if not self._state.number:
-            return "the job begins"
+            late = [p for p in self._state.newcomers() if p.number not in slots]
+            missing = join_words([str(p) for p in late if p.ready_at is None])
+            without = f" without {missing}: no hvd.init() there so far" if missing else ""
+            return f"the job begins{without}"
         left = [str(member) for member in self._state.members() if member.number not in slots]
         if left:
             return f"no slot is offered any more for {join_words(left)}"

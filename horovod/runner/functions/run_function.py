@@ -221,8 +221,9 @@ def collect_results(store: MemoryStore, count: int) -> list[Any]:
         content = take(store, result_name(rank))
         if content is None:
             raise RemoteError(
-                f"no rank {rank} has returned anything: fewer than {count} workers of this elastic "
-                f"job came to its end",
+                f"rank {rank} has returned nothing: either its process ended with exit code 0 in "
+                f"the middle of the function (os._exit), or this is an elastic job and fewer than "
+                f"{count} workers came to its end",
                 rank,
             )
         try:

@@ -72,6 +72,10 @@ def _versions(hosts: Sequence[HostReport]) -> Iterable[HostProblem]:
             f"{python} on {join_words(names)} has no Horovod. Install it there as it is here, or "
             f"name a folder that has it in PYTHONPATH"
         )
+    if len(without) < len(hosts) and not any(host.facts["torch"] for host in hosts):
+        yield HostProblem(
+            "there is no PyTorch, which Horovod needs with every framework: pip install torch"
+        )
     rows = (
         ("Python", lambda host: host.facts["python"].rpartition(".")[0], True),
         ("torch", lambda host: host.facts["torch"], True),

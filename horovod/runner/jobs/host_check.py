@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import itertools
 import json
 import os
 import secrets
@@ -28,6 +29,7 @@ from horovod.runner.agents.store_endpoints import StoreEndpoints, describe_probl
 from horovod.runner.agents.supervise import Supervisor, raise_descriptor_limit
 from horovod.runner.jobs.check_report import HostReport, describe, find_problems
 from horovod.runner.jobs.request import JobRequest, make_request, worker_specs
+from horovod.runner.jobs.run_job import is_python
 from horovod.runner.output.console import Console
 from horovod.runner.output.outputs import Outputs
 from horovod.runner.output.report import LaunchError
@@ -58,7 +60,7 @@ def check_hosts(
     if options.start_timeout is None and not env.get("HOROVOD_START_TIMEOUT"):
         options.start_timeout = _CONNECT_SECONDS
     wanted = _needed_files(options.command)
-    python = options.command[:1] if wanted and "python" in os.path.basename(wanted[0]) else [""]
+    python = wanted[:1] if wanted and is_python(wanted[0]) else [""]
     request = make_request(options, [*python, "-c", _program()], env)
     content = folder_digest(request.cwd)
     reports = {name: HostReport(name, count) for name, count in slots.items()}
@@ -95,7 +97,11 @@ def _find_hosts(options: argparse.Namespace) -> dict[str, int | None]:
 
 def _needed_files(command: Sequence[str]) -> list[str]:
     """Return the program of a command, and the script if that program is a Python."""
-    return [word for word in command[:2] if not word.startswith("-")]
+    words = list(command)
+    if words[:1] == ["env"]:  # also what `arguments` makes of NAME=VALUE python train.py
+        words = list(itertools.dropwhile(lambda word: "=" in word, words[1:]))
+    script = [word for word in words[1:2] if is_python(words[0]) and not word.startswith("-")]
+    return words[:1] + script
 
 
 def _program() -> str:

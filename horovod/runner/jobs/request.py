@@ -66,11 +66,18 @@ def make_worker_request(
     options: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]
 ) -> WorkerRequest:
     """Return what the workers of any job run, and how they are started; see `make_request`."""
+    try:
+        cwd = os.getcwd()
+    except FileNotFoundError:
+        raise LaunchError(
+            "the folder in which this program runs is not there any more, and the workers are to "
+            "run in it: change to one that exists"
+        ) from None
     timeout = settings(options, env).start_timeout
     return WorkerRequest(
         command=command,
         env={**env, **settings_environment(options, env)},
-        cwd=os.getcwd(),
+        cwd=cwd,
         starter=make_starter(options, env, timeout),
         nics=options.network_interfaces or (),
         start_timeout=timeout,

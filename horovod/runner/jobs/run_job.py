@@ -187,7 +187,9 @@ def find_command(command: str, path: str | None = None) -> str:
     if found:
         return found
     if not os.path.exists(command):
-        raise LaunchError(f"command not found: {command!r}", status=127)
+        is_line = shutil.which(command.partition(" ")[0], path=path) is not None
+        hint = "; leave out the quotes, since no shell takes it apart" if is_line else ""
+        raise LaunchError(f"command not found: {command!r}{hint}", status=127)
     if os.path.isdir(command):
         raise LaunchError(f"{command!r} is a directory, not a command", status=126)
     hint = f"python {command}" if command.endswith(".py") else f"./{command.removeprefix('./')}"
@@ -200,10 +202,15 @@ def find_command(command: str, path: str | None = None) -> str:
     raise LaunchError(f"{command!r} is not executable; {why}", status=126)
 
 
+def is_python(command: str) -> bool:
+    """Return whether a program is a Python, by its name."""
+    return "python" in os.path.basename(command)
+
+
 def _other_python(command: str, path: str | None, tail: Sequence[str]) -> str:
     """Return a hint if a module is missing in another Python than the one of this program."""
     found = shutil.which(command, path=path)
-    if "python" not in os.path.basename(command) or found is None:
+    if not is_python(command) or found is None:
         return ""
     if not any(line.startswith(("ModuleNotFoundError", "ImportError")) for line in tail):
         return ""

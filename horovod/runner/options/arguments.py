@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -60,6 +61,7 @@ _NEEDS_ELASTIC = (
     "status_file",
 )
 _NEEDS_MPIRUN = ("mpi_args", "binding_args")
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 
 def parse_args(
@@ -238,7 +240,7 @@ def _settle_allocation(options: argparse.Namespace, environ: Mapping[str, str]) 
 
 def _read_hostfile(path: str) -> list[Host]:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8-sig", errors="replace") as file:  # editors may write a BOM
             return parse_hostfile(file)
     except OSError as error:
         why = f"cannot read {path!r}: {error.strerror}"
@@ -256,10 +258,13 @@ def _settle_job(options: argparse.Namespace) -> None:
         raise ValueError(
             "say how many processes to run, for example: horovodrun -np 2 python train.py"
         )
-    if not (options.command and options.command[0]) and not options.check:
+    words = [word for word in options.command if not _ASSIGNMENT.match(word)]
+    if not (words and words[0]) and not options.check:
         raise ValueError(
             f"say what to run, for example: horovodrun {_size_option(options)} python train.py"
         )
+    if options.command and _ASSIGNMENT.match(options.command[0]):  # NAME=VALUE python train.py
+        options.command.insert(0, "env")
     if not options.hosts and options.host_discovery_script is None and options.listen is None:
         options.hosts = [Host("localhost", options.num_proc)]
     if options.network_interfaces is not None:

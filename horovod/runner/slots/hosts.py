@@ -35,15 +35,16 @@ class Host:
     slots: int | None = None
 
 
-def parse_hosts(text: str) -> list[Host]:
+def parse_hosts(text: str, may_be_none: bool = False) -> list[Host]:
     """Read the value of ``-H``.
 
     Args:
         text: Items separated by commas: ``NAME``, ``NAME:SLOTS``, ``[IPV6]:SLOTS``, or ranges such
-            as ``node[01-04,7]:SLOTS``.
+            as ``node[01-04,7]:SLOTS``. Hosts with 0 slots are left out.
+        may_be_none: Whether no host at all may be left.
 
     Raises:
-        ValueError: If an item is wrong; the message names it.
+        ValueError: If an item is wrong, or no host is left; the message names the item.
     """
     hosts = [host for item in COMMA.split(text) for host in _expand(item.strip())]
     seen = set()
@@ -51,7 +52,15 @@ def parse_hosts(text: str) -> list[Host]:
         if host.name in seen:
             raise ValueError(f"host {host.name!r} is named twice")
         seen.add(host.name)
-    return hosts
+    offered = _without_empty(hosts)
+    if not offered and not may_be_none:
+        raise ValueError(f"{text!r} offers no slots")
+    return offered
+
+
+def _without_empty(hosts: Iterable[Host]) -> list[Host]:
+    """Leave out the hosts that offer no slots at the moment, as scripts that count them write."""
+    return [host for host in hosts if host.slots != 0]
 
 
 def parse_hostfile(lines: Iterable[str]) -> list[Host]:
@@ -60,7 +69,7 @@ def parse_hostfile(lines: Iterable[str]) -> list[Host]:
     Args:
         lines: The lines of the file. Each is an item as for ``-H``, or ``NAME slots=N``; ``#``
             begins a comment. As with MPI, a host on several lines offers the sum of their slots,
-            and max-slots is ignored.
+            hosts with 0 slots are left out, and max-slots is ignored.
 
     Raises:
         ValueError: If a line is wrong, or there is no host; the message names the line.
@@ -76,7 +85,10 @@ def parse_hostfile(lines: Iterable[str]) -> list[Host]:
             raise ValueError(f"line {number}: {error}") from None
     if not hosts:
         raise ValueError("it names no host")
-    return merge_hosts(hosts)
+    offered = _without_empty(hosts)
+    if not offered:
+        raise ValueError("it offers no slots")
+    return merge_hosts(offered)
 
 
 def merge_hosts(hosts: Iterable[Host]) -> list[Host]:
@@ -163,7 +175,7 @@ def _expand(item: str) -> list[Host]:
     match = _ITEM.fullmatch(item)
     if match is None:
         raise ValueError(_describe_form(item))
-    slots = None if match["slots"] is None else slot_count(match["slots"], item)
+    slots = None if match["slots"] is None else slot_count(match["slots"], item, least=0)
     name = match["name"]
     if name.startswith("["):
         return [Host(_ipv6(name[1:-1]), slots)]
@@ -211,15 +223,15 @@ def _with_slots(hosts: list[Host], words: Sequence[str]) -> list[Host]:
         if key == "slots":
             if hosts[0].slots is not None:
                 raise ValueError(f"{hosts[0].name!r} has its slots given twice")
-            hosts = [Host(host.name, slot_count(value)) for host in hosts]
+            hosts = [Host(host.name, slot_count(value, least=0)) for host in hosts]
     return hosts
 
 
-def slot_count(text: str, item: str = "") -> int:
+def slot_count(text: str, item: str = "", least: int = 1) -> int:
     """Return a number of slots; raise `ValueError`, which shows ``item``, for other text."""
     if not re.fullmatch(r"[0-9]{1,6}", text):
         raise ValueError(_describe_form(item) if item else f"{text!r} is not a number of slots")
-    if int(text) == 0:
+    if int(text) < least:
         raise ValueError(f"{item or 'slots=0'!r} offers no slots")
     return int(text)
 

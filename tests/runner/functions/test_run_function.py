@@ -147,6 +147,12 @@ def test_a_process_that_dies_without_a_word():
     assert caught.value.rank in (0, 1)
 
 
+def test_a_process_that_ends_well_before_the_function_returned():
+    with pytest.raises(RemoteError, match=r"rank 1 has returned nothing: .*exit code 0") as caught:
+        horovod.run(lambda: os._exit(0) if os.environ["HOROVOD_RANK"] == "1" else None, num_proc=2)
+    assert caught.value.rank == 1
+
+
 INTERRUPTED = """
 import os, signal, horovod
 def wait():

@@ -101,6 +101,15 @@ def test_what_is_worth_knowing(changes: dict[str, Any], sentence: str):
     assert fatal == []
 
 
+def test_no_torch_anywhere():
+    fatal, _ = texts(host(1, torch=""), host(2, torch=""))
+    assert fatal == [
+        "there is no PyTorch, which Horovod needs with every framework: pip install torch"
+    ]
+    (fatal,), _ = texts(host(1, torch="", horovod=""))
+    assert "has no Horovod" in fatal  # says it all
+
+
 def test_what_is_no_problem():
     assert texts(host(1), host(2, python="3.11.9")) == ([], [])  # the same but for fixes
     assert texts(host(1), host(2, clock=0.9, clock_error=0.6)) == ([], [])  # slow answers

@@ -43,6 +43,16 @@ def test_a_missing_script_is_told(tmp_path: Path):
     assert "train.py, which the command needs, is missing on localhost" in done.stdout
 
 
+def test_only_programs_and_scripts_of_python_must_be_there(tmp_path: Path):
+    command = ("NAME=VALUE", "env", "echo", "no-file")
+    done = run("-np", "1", "--check", *PATIENT, *command, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    command = ("NAME=VALUE", sys.executable, "train.py")
+    done = run("-np", "1", "--check", *PATIENT, *command, cwd=tmp_path)
+    assert "train.py, which the command needs, is missing on localhost" in done.stdout
+    assert "NAME" not in done.stdout
+
+
 def test_hosts_of_a_discovery_script(tmp_path: Path):
     script = tmp_path / "hosts"
     script.write_text("#!/bin/sh\necho localhost:2\n")

@@ -118,6 +118,8 @@ def test_files(tmp_path: Path, script: Path, capsys):
     assert parsed("-i", str(hostfile)).ssh_identity_file == str(hostfile)
     status = str(tmp_path / "status.json")
     assert parsed("--status-file", status, "--min-np", "1").status_file == status
+    hostfile.write_bytes(b"\xef\xbb\xbfa slots=2\r\n")  # of an editor on Windows
+    assert parsed("--hostfile", str(hostfile)).hosts == [Host("a", 2)]
     hostfile.write_text("a slots=2\nb slots=two\n")
     message = refused(capsys, "-np", "4", "--hostfile", str(hostfile), "cmd")
     assert f"argument -hostfile/--hostfile: {hostfile}: line 2: 'two' is not" in message

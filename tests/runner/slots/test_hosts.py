@@ -67,6 +67,7 @@ def test_wrong_items_are_named(text: str):
         ("n[0-999999]:2", "more than 100000 hosts"),
         ("n[1-999][1-999]:2", "more than 100000 hosts"),
         ("a:0", "'a:0' offers no slots"),
+        ("a:0,b:0", "'a:0,b:0' offers no slots"),
         ("a:1,b:1,a:2", "'a' is named twice"),
         ("n[1-3]:1,n2:1", "'n2' is named twice"),
     ],
@@ -118,11 +119,22 @@ def test_a_host_on_several_lines_offers_the_sum():
     ]
 
 
+def test_hosts_that_offer_no_slots_are_left_out():
+    assert parse_hosts("a:0,b:2,c:0,d") == [Host("b", 2), Host("d")]
+    assert parse_hosts("a:0", may_be_none=True) == []
+    assert parse_hostfile(["a slots=0", "b slots=2", "c:0", "a slots=1"]) == [
+        Host("b", 2),
+        Host("a", 1),
+    ]
+    with pytest.raises(ValueError, match="'a' is named twice"):
+        parse_hosts("a:0,a:1")
+
+
 @pytest.mark.parametrize(
     ("lines", "why"),
     [
         (["a slots=1", "", "b slots=x"], "line 3: 'x' is not a number of slots"),
-        (["a slots=0"], "line 1: 'slots=0' offers no slots"),
+        (["a slots=0", "b:0"], "it offers no slots"),
         (["a:2 slots=2"], "line 1: 'a' has its slots given twice"),
         (["a slots=2 slots=2"], "line 1: 'a' has its slots given twice"),
         (["a b"], "line 1: 'b' is not of the form slots=N"),
