@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod.common.wire import Message, Session
+from horovod.runner.agents.agent_streams import write_unsent
 from horovod.runner.agents.host_agent import HostAgent, agent_source
 
 _CHUNK = 1 << 18
@@ -77,13 +78,7 @@ class LinkChannel:
 
     def flush(self) -> None:
         """Send as much of the rest as the socket takes; `receive` reports a broken connection."""
-        try:
-            while self._unsent:
-                del self._unsent[: self.socket.send(self._unsent[:_CHUNK])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._unsent.clear()
+        write_unsent(self.socket.fileno(), self._unsent)
 
     def finish(self) -> None:
         """Send nothing more; the peer's `receive` then comes to its end."""
@@ -100,13 +95,15 @@ class ChannelLink:
     remote = True
     own_variables: Sequence[str] | None = None
     pid = 0  # on another machine
+    errors_fd = None
 
     def __init__(self, channel: LinkChannel) -> None:
         self.restarts: Callable[[], bool] = lambda: False
         """Whether the host should connect again when its agent is released."""
+        here, there = channel.socket.getsockname(), channel.socket.getpeername()
+        self.ends = unmapped(here), unmapped(there)
+        self.input_fd = os.dup(channel.socket.fileno())  # a selector takes a number only once
         self._channel = channel
-        self._input_fd = os.dup(channel.socket.fileno())  # a selector takes a number only once
-        self._ends = channel_ends(channel)
         self._errors = b""
         self._code: int | None = None
         self._closed = False
@@ -120,24 +117,12 @@ class ChannelLink:
     # -- for HostAgent ---------------------------------------------------------------------
 
     @property
-    def input_fd(self) -> int:
-        return self._input_fd
-
-    @property
     def output_fd(self) -> int:
         return self._channel.socket.fileno()
 
     @property
-    def errors_fd(self) -> int | None:
-        return None
-
-    @property
     def unsent(self) -> bool:
         return self._channel.unsent > 0
-
-    @property
-    def ends(self) -> tuple[str, str]:
-        return self._ends
 
     def write(self, data: memoryview) -> int:
         if self._over:
@@ -222,14 +207,13 @@ class ChannelLink:
             return
         self._closed = self._over = True
         self._channel.send({"end": how})
-        os.close(self._input_fd)
+        os.close(self.input_fd)
         self._channel.close()
 
     def _keep(self, said: bytes) -> None:
         self._errors = (self._errors + said)[-_KEPT_ERRORS:]
 
 
-def channel_ends(channel: LinkChannel) -> tuple[str, str]:
-    """Return the launcher's address and the host's."""
-    here, there = channel.socket.getsockname(), channel.socket.getpeername()
-    return str(here[0]).removeprefix("::ffff:"), str(there[0]).removeprefix("::ffff:")
+def unmapped(endpoint: Sequence[Any]) -> str:
+    """Return the address of a socket's end, and an IPv4 address as such."""
+    return str(endpoint[0]).removeprefix("::ffff:")

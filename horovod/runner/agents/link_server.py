@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 from horovod.common.logging import get_logger
 from horovod.common.wire import Session
-from horovod.runner.agents.channel import ChannelLink, LinkChannel
+from horovod.runner.agents.channel import ChannelLink, LinkChannel, unmapped
 from horovod.runner.agents.starters import NODE_VARIABLES, check_name
 from horovod.runner.slots.hosts import Host, is_local
 from horovod.runner.slots.worker_env import HOST_VARIABLES
@@ -184,7 +184,7 @@ class LinkServer(ABC, Generic[Link]):
 
 def _peer(channel: LinkChannel) -> str:
     try:
-        return str(channel.socket.getpeername()[0]).removeprefix("::ffff:")
+        return unmapped(channel.socket.getpeername())
     except OSError:
         return "an address that is gone"
 
