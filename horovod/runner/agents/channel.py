@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -189,11 +188,11 @@ class ChannelLink:
     @property
     def is_alive(self) -> bool:
         """Whether the host still holds its connection; nothing is read from it to find out."""
-        sock = self._channel.socket
         try:
-            waiting = select.select([sock], [], [], 0)[0]
-            return not waiting or bool(sock.recv(1, socket.MSG_PEEK))
-        except (OSError, ValueError):  # it was closed meanwhile
+            return bool(self._channel.socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:  # it is broken, or was closed meanwhile
             return False
 
     @property
