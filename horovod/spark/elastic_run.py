@@ -22,7 +22,8 @@ from horovod.runner.api import (
     Status,
     WorkerRequest,
     collect_results,
-    raise_failures,
+    failures,
+    raise_outcome,
 )
 from horovod.spark.gathering import check_slots, check_versions, gather, spark_error
 from horovod.spark.job_setup import JobSetup
@@ -37,7 +38,8 @@ def run_elastic_tasks(setup: JobSetup, limits: Limits) -> list[Any]:
     with setup.open_tasks(limits.max_np, barrier=False) as (server, spark_job):
         gather(server, spark_job, setup.cluster, limits.num_proc, setup.ticket.start_timeout)
         check_versions([link.info for link in server.living()], setup.ticket.version)
-        raise_failures(setup.store, _drive(setup, server, spark_job, limits))
+        outcome = _drive(setup, server, spark_job, limits)
+        raise_outcome(failures(setup.store), outcome)
         results = collect_results(setup.store, limits.min_np)
         if len(server.partitions()) < limits.max_np:
             spark_job.cancel()  # otherwise tasks that wait for room would still start

@@ -11,7 +11,8 @@ from horovod.runner.api import (
     JobRequest,
     Outcome,
     collect_results,
-    raise_failures,
+    failures,
+    raise_outcome,
 )
 from horovod.spark.gathering import assign_ranks, check_slots, check_versions, gather
 from horovod.spark.job_setup import JobSetup
@@ -30,7 +31,7 @@ def run_static(setup: JobSetup, num_proc: int) -> list[Any]:
         outcome = _run_workers(setup, links)
         if outcome.lost is not None and spark_job.why():
             outcome.account += f"\nSpark says:\n{spark_job.why()}\n"
-        raise_failures(setup.store, outcome)
+        raise_outcome(failures(setup.store), outcome)
         return collect_results(setup.store, num_proc)
 
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from horovod.common.wire import encode_key, new_key
+from horovod.runner.agents.channel import connect
 from horovod.runner.agents.link_server import JoinServer, gather
-from horovod.runner.agents.relay import connect
 from horovod.runner.agents.supervise import raise_descriptor_limit
 from horovod.runner.jobs.join import job_secret
 from horovod.runner.options.arguments import parse_args

@@ -52,7 +52,6 @@ class LinkServer(ABC, Generic[Link]):
         self._links: list[Link] = []
         self._pending: dict[LinkChannel, float] = {}  # with the deadlines of their handshakes
         self._closing = False
-        self._paused = False
         self._rejected = 0
         self._wakeup, self._waker = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -111,9 +110,13 @@ class LinkServer(ABC, Generic[Link]):
 
     def _serve(self) -> None:
         while not self._closing:
-            for key, _ in self._selector.select(self._patience()):
+            first = next(iter(self._pending.values()), None)  # the oldest is the first that is late
+            patience = None if first is None else max(0.0, first - time.monotonic())
+            for key, _ in self._selector.select(patience):
                 key.data()
-            self._drop_the_late()
+            now = time.monotonic()
+            for channel in [each for each, until in self._pending.items() if until <= now]:
+                self._drop(channel)
         for channel in list(self._pending):
             self._drop(channel)
         self._listener.close()
@@ -121,19 +124,13 @@ class LinkServer(ABC, Generic[Link]):
         self._wakeup.close()
         self._waker.close()
 
-    def _patience(self) -> float | None:
-        if self._paused:
-            return _ACCEPT_PAUSE
-        return max(0.0, min(self._pending.values()) - time.monotonic()) if self._pending else None
-
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return
         except OSError:  # out of descriptors: others may be closed meanwhile
-            self._selector.unregister(self._listener)
-            self._paused = True
+            time.sleep(_ACCEPT_PAUSE)
             return
         channel = LinkChannel(sock, Session(self._key, server=True, max_frame=_MAX_HELLO))
         self._pending[channel] = time.monotonic() + _HANDSHAKE_SECONDS
@@ -167,14 +164,6 @@ class LinkServer(ABC, Generic[Link]):
             with self._lock:
                 self._links.append(link)
                 self._lock.notify_all()
-
-    def _drop_the_late(self) -> None:
-        if self._paused:
-            self._paused = False
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        now = time.monotonic()
-        for channel in [each for each, until in self._pending.items() if until <= now]:
-            self._drop(channel)
 
     def _drop(self, channel: LinkChannel) -> None:
         del self._pending[channel]
