@@ -38,14 +38,12 @@ class TaskInfo:
 class TaskLink(ChannelLink):
     """The driver's end of the connection to a task."""
 
+    connection_ended = "its Spark task or its executor ended"
+    agent = "the agent in its Spark task"
+
     def __init__(self, channel: LinkChannel, info: TaskInfo) -> None:
         super().__init__(channel)
         self.info = info
-
-    def describe_end(self, code: int) -> str:
-        if self._code is None:
-            return "its Spark task or its executor ended"
-        return f"the agent in its Spark task ended with exit code {code}"
 
 
 class TaskServer(LinkServer[TaskLink]):

@@ -263,6 +263,8 @@ class ChannelLink:
     own_variables: Sequence[str] | None = None
     pid = 0  # on another machine
     errors_fd = None
+    connection_ended = "its connection ended"  # for people, as the next
+    agent = "its agent"
 
     def __init__(self, channel: LinkChannel) -> None:
         self.restarts: Callable[[], bool] = lambda: False
@@ -348,8 +350,8 @@ class ChannelLink:
 
     def describe_end(self, code: int) -> str:
         if self._code is None:
-            return "its connection ended"
-        return f"its agent ended with exit code {code}"
+            return self.connection_ended
+        return f"{self.agent} ended with exit code {code}"
 
     # -- for the server --------------------------------------------------------------------
 

@@ -186,6 +186,7 @@ class JoinedLink(ChannelLink):
     """The link to a host that has joined."""
 
     own_variables = (*HOST_VARIABLES, *NODE_VARIABLES)
+    connection_ended = "horovodrun --join ended there, or its connection did"
 
     def __init__(self, channel: LinkChannel, name: str, slots: int) -> None:
         super().__init__(channel)
@@ -196,11 +197,6 @@ class JoinedLink(ChannelLink):
     def is_waiting(self) -> bool:
         """Whether the host is there and its agent, if one was started, has not ended."""
         return self._code is None and self.is_alive
-
-    def describe_end(self, code: int) -> str:
-        if self._code is None:
-            return "horovodrun --join ended there, or its connection did"
-        return super().describe_end(code)
 
 
 class JoinServer(LinkServer[JoinedLink]):
@@ -230,19 +226,16 @@ class JoinServer(LinkServer[JoinedLink]):
         check_name(name)
         if not 0 < slots <= _MOST_SLOTS:
             raise ValueError(f"{name} offers {slots} slots")
-        why = self._refusal(name)
+        why = ""
+        if self._expected and name not in self._expected:
+            hosts = ", ".join(self._expected)
+            why = f"{name} is not among the hosts of this job, which are {hosts}"
+        elif name in self.waiting():
+            why = f"there is a host {name} in this job already; say another name with -H"
         if why:
             channel.send({"end": "refused", "why": why})
             raise ValueError(why)
         return JoinedLink(channel, name, self._expected.get(name) or slots)
-
-    def _refusal(self, name: str) -> str:
-        if self._expected and name not in self._expected:
-            hosts = ", ".join(self._expected)
-            return f"{name} is not among the hosts of this job, which are {hosts}"
-        if name in self.waiting():
-            return f"there is a host {name} in this job already; say another name with -H"
-        return ""
 
     def waiting(self) -> dict[str, JoinedLink]:
         """Return the hosts that are here, by name, in the order in which they came."""
