@@ -58,7 +58,7 @@ def _drive(setup: JobSetup, server: TaskServer, spark_job: SparkJob, limits: Lim
             link = discovery.link(name)
             check_versions([link.info], setup.ticket.version)
             link.restarts = lambda: not job.is_ending
-            return link.start_agent(name)
+            return HostAgent(name, link=link)
 
         request = WorkerRequest(
             command=setup.command,

@@ -8,6 +8,7 @@ from typing import Any
 from horovod.runner.api import (
     AgentSet,
     FixedRanks,
+    HostAgent,
     JobRequest,
     Outcome,
     collect_results,
@@ -52,7 +53,7 @@ def _run_workers(setup: JobSetup, links: Sequence[TaskLink]) -> Outcome:
         for each in ranks:
             job.outputs.open(each.slot.rank, each.slot.rank)
         hosts = AgentSet(
-            request, job, lambda name: links_by_name[name].start_agent(name), together=True
+            request, job, lambda name: HostAgent(name, link=links_by_name[name]), together=True
         )
         outcome = job.run(hosts, FixedRanks(request, job, hosts))
         watcher.ended(outcome)

@@ -29,8 +29,7 @@ from typing import Any
 
 from horovod.common.wire import Message, Session
 from horovod.runner.agents.agent_streams import write_unsent
-from horovod.runner.agents.host_agent import HostAgent, agent_arguments, agent_source
-from horovod.runner.agents.starters import ProcessLink
+from horovod.runner.agents.starters import ProcessLink, agent_arguments
 
 _CHUNK = 1 << 18
 _MOST_UNSENT = 4 << 20  # bytes, beyond which the agent's output waits in its pipe
@@ -278,12 +277,11 @@ class ChannelLink:
         self._closed = False
         self._over = False
 
-    def start_agent(self, name: str) -> HostAgent:
-        """Start an agent on the host, and return it with this name."""
-        self._channel.send({"agent": len(agent_source(0))})
-        return HostAgent(name, link=self)
-
     # -- for HostAgent ---------------------------------------------------------------------
+
+    def announce_agent(self, length: int) -> None:
+        """Tell the host to start an agent, whose source of this length follows."""
+        self._channel.send({"agent": length})
 
     @property
     def output_fd(self) -> int:

@@ -8,38 +8,31 @@ the other side, and `starters` for the commands that lead to other machines.
 
 from __future__ import annotations
 
-import functools
 import json
-import marshal
 import os
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from horovod.runner.agents.agent_streams import (
     EVENT,
-    MARSHAL_VERSION,
     STREAMS,
     FrameReader,
     command_frame,
 )
-from horovod.runner.agents.bootstrap import Packed, pack_modules
-from horovod.runner.agents.local_host import AGENT_NAME
-from horovod.runner.agents.starters import NO_INPUT, ProcessLink, Starter
+from horovod.runner.agents.channel import ChannelLink
+from horovod.runner.agents.starters import (
+    ProcessLink,
+    Starter,
+    agent_command,
+    agent_source,
+    packed_modules,
+)
 from horovod.runner.output.report import LaunchError
 from horovod.runner.slots.hosts import is_local
 
-if TYPE_CHECKING:
-    from horovod.runner.agents.channel import ChannelLink
-
 _KEPT_ERRORS = 8000
-_SOURCE_SECONDS = 120
-"""How long an agent waits for its source. The launcher's machine may have lost its power, and the
-connection, such as sshd's, notices that only when something is sent."""
-
-_AGENT_MODULES = ("bootstrap", "local_host", "agent_streams", "agent")
 
 
 @dataclass(frozen=True)
@@ -96,6 +89,8 @@ class HostAgent:
         self._commands: deque[memoryview] = deque()
         self._flushing = False
         source = agent_source(0 if starter or link else os.getpid())
+        if link is not None:
+            link.announce_agent(len(source))
         self.link = link or ProcessLink(agent_command(name, starter), starter)
         self.pid = self.link.pid  # of the starter's command, where the agent is elsewhere
         self._write(source)
@@ -204,11 +199,11 @@ class HostAgent:
 
     def probe(self, request: Mapping[str, Any]) -> None:
         """Ask which addresses the host can reach (see `probe`); "probed" is the answer."""
-        self._command({"probe": {**request, "modules": _packed("probe")}})
+        self._command({"probe": {**request, "modules": packed_modules("probe")}})
 
     def ask_for_stack(self, worker: int, pid: int) -> None:
         """Ask for a worker's Python stack (see `stack`); the event "stack" is the answer."""
-        self._command({"stack": {"id": worker, "pid": pid, "modules": _packed("stack")}})
+        self._command({"stack": {"id": worker, "pid": pid, "modules": packed_modules("stack")}})
 
     def sweep(self, agent: int, workers: Sequence[int], mark: str) -> None:
         """Let the agent end what another has left on its host: see `local_host.end_leftovers`."""
@@ -270,42 +265,6 @@ class HostAgent:
     def _write(self, data: bytes) -> None:
         self._commands.append(memoryview(data))
         self.flush()
-
-
-def agent_command(name: str, starter: Starter | None) -> list[str]:
-    """Return the command to execute here for an agent on a host; its source follows on stdin.
-
-    The Python program has no character that is special to a shell inside single quotes.
-    """
-    source = agent_source(0 if starter else os.getpid())
-    python = [sys.executable, *agent_arguments(len(source))]
-    return starter.command(name, python) if starter else python
-
-
-def agent_arguments(length: int) -> list[str]:
-    """Return Python's arguments for running `agent_source`, whose length this is, from stdin."""
-    program = (
-        f'import _signal,marshal,os,sys;_signal.alarm({_SOURCE_SECONDS});s=b"";'
-        f'exec("while len(s)<{length}:s+=os.read(0,{length}-len(s))or os._exit({NO_INPUT})");'
-        "_signal.alarm(0);"
-        "version,source,code,*arguments=marshal.loads(s);"
-        "exec(marshal.loads(code)if version==sys.version else source);run_agent(*arguments)"
-    )
-    return ["-I", "-S", "-X", "utf8", "-c", program, AGENT_NAME]
-
-
-@functools.cache
-def agent_source(parent: int) -> bytes:
-    """Return the agent's program; ``parent`` is the launcher's pid on the same host, else 0."""
-    version, modules = _packed(*_AGENT_MODULES)
-    _, source, code = modules[0]
-    program: Any = (version, source, code, (version, modules), parent)
-    return marshal.dumps(program, MARSHAL_VERSION)
-
-
-@functools.cache
-def _packed(*names: str) -> Packed:
-    return pack_modules(*(f"horovod.runner.agents.{name}" for name in names))
 
 
 def _text(value: str) -> str:

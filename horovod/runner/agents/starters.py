@@ -1,8 +1,9 @@
 """The commands that start an agent on another host: ssh, srun, or a command of the user's.
 
 `make_starter` chooses a `Starter`, and `host_agent` runs its command. Each starter runs a program
-on the host and passes on its stdin, stdout and stderr, over which the agent gets its source and its
-commands. Hosts that start their agent themselves need no starter: see `link_server`.
+on the host and passes on its stdin, stdout and stderr, over which the agent gets its source
+(`agent_source`) and its commands. Hosts that start their agent themselves need no starter: see
+`link_server`.
 
 A `ProcessLink` is the line between the launcher and an agent: pipes to a child process, which is
 the agent itself or the command that leads to it. For hosts that connect by themselves a
@@ -12,16 +13,22 @@ the agent itself or the command that leads to it. For hosts that connect by them
 from __future__ import annotations
 
 import argparse
+import functools
+import marshal
 import math
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
+from horovod.runner.agents.agent_streams import MARSHAL_VERSION
+from horovod.runner.agents.bootstrap import Packed, pack_modules
+from horovod.runner.agents.local_host import AGENT_NAME
 from horovod.runner.slots.allocation import slurm_groups
 from horovod.runner.slots.worker_env import HOST_VARIABLES
 
@@ -201,6 +208,49 @@ _STARTER_PATIENCE = 5.0
 
 NO_INPUT = 93
 """Exit status of an agent whose source did not come."""
+
+_SOURCE_SECONDS = 120
+"""How long an agent waits for its source. The launcher's machine may have lost its power, and the
+connection, such as sshd's, notices that only when something is sent."""
+
+_AGENT_MODULES = ("bootstrap", "local_host", "agent_streams", "agent")
+
+
+def agent_command(name: str, starter: Starter | None) -> list[str]:
+    """Return the command to execute here for an agent on a host; its source follows on stdin.
+
+    The Python program has no character that is special to a shell inside single quotes.
+    """
+    source = agent_source(0 if starter else os.getpid())
+    python = [sys.executable, *agent_arguments(len(source))]
+    return starter.command(name, python) if starter else python
+
+
+def agent_arguments(length: int) -> list[str]:
+    """Return Python's arguments for running `agent_source`, whose length this is, from stdin."""
+    program = (
+        f'import _signal,marshal,os,sys;_signal.alarm({_SOURCE_SECONDS});s=b"";'
+        f'exec("while len(s)<{length}:s+=os.read(0,{length}-len(s))or os._exit({NO_INPUT})");'
+        "_signal.alarm(0);"
+        "version,source,code,*arguments=marshal.loads(s);"
+        "exec(marshal.loads(code)if version==sys.version else source);run_agent(*arguments)"
+    )
+    return ["-I", "-S", "-X", "utf8", "-c", program, AGENT_NAME]
+
+
+@functools.cache
+def agent_source(parent: int) -> bytes:
+    """Return the agent's program; ``parent`` is the launcher's pid on the same host, else 0."""
+    version, modules = packed_modules(*_AGENT_MODULES)
+    _, source, code = modules[0]
+    program: Any = (version, source, code, (version, modules), parent)
+    return marshal.dumps(program, MARSHAL_VERSION)
+
+
+@functools.cache
+def packed_modules(*names: str) -> Packed:
+    """Return modules of this folder as `bootstrap.load_modules` takes them."""
+    return pack_modules(*(f"horovod.runner.agents.{name}" for name in names))
 
 
 class ProcessLink:

@@ -140,7 +140,7 @@ class JoinedHosts(HostDiscovery):
         if link is None:
             raise ConnectionResetError("horovodrun --join has ended there")
         link.restarts = goes_on
-        return link.start_agent(name)
+        return HostAgent(name, link=link)
 
 
 def job_secret(

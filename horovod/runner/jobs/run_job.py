@@ -144,11 +144,9 @@ class _Job:
         self, request: JobRequest, links: Mapping[str, ChannelLink] | None = None
     ) -> Outcome:
         """Run a job with fixed ranks; ``links`` lead to its other hosts if these have joined."""
-
-        def connect(name: str) -> HostAgent:
-            assert links is not None
-            return links[name].start_agent(name) if name in links else HostAgent(name)
-
+        connect = None
+        if links is not None:
+            connect = lambda name: HostAgent(name, link=links.get(name))  # noqa: E731
         options, console = self.options, self.console
         with self._open_watchers() as watcher:
             request = replace(request, env=watched_environment(request.env, watcher))
@@ -167,7 +165,7 @@ class _Job:
                     for slot in request.slots:
                         where = f"{slot.hostname}, local rank {slot.local_rank}"
                         console.say(f"rank {slot.rank}: {where}")
-                hosts = AgentSet(request, job, None if links is None else connect, together=True)
+                hosts = AgentSet(request, job, connect, together=True)
                 outcome = job.run(hosts, FixedRanks(request, job, hosts))
             if outcome.first_failure is not None:
                 tail = outputs.tail(outcome.first_failure.rank)
