@@ -7,13 +7,11 @@
 from __future__ import annotations
 
 from horovod.runner.agents.agent_set import AgentSet, WorkerRequest
-from horovod.runner.agents.channel import ChannelLink, LinkChannel
-from horovod.runner.agents.controller import JobController
+from horovod.runner.agents.channel import ChannelLink, LinkChannel, Relay, connect
+from horovod.runner.agents.controller import HostSet, JobController, assignment_variables
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.host_set import HostSet, assignment_variables
 from horovod.runner.agents.link_server import LinkServer
 from horovod.runner.agents.probe import interface_address, keep_port, probe
-from horovod.runner.agents.relay import Relay, connect
 from horovod.runner.agents.store_endpoints import StoreEndpoints, describe_problem, own_interfaces
 from horovod.runner.agents.supervise import FAILURE_GRACE
 from horovod.runner.compute_service import ComputeService
@@ -26,17 +24,13 @@ from horovod.runner.functions.function_call import (
     SEARCH_PATH,
     Failure,
     RemoteError,
+    failures,
     pickled,
     put,
     search_path,
     take,
 )
-from horovod.runner.functions.run_function import (
-    collect_results,
-    raise_failures,
-    raise_outcome,
-    run,
-)
+from horovod.runner.functions.run_function import collect_results, raise_outcome, run
 from horovod.runner.jobs.fixed_ranks import FixedRanks
 from horovod.runner.jobs.request import JobRequest
 from horovod.runner.options.parser import DEFAULT_WORKER_FAILURES

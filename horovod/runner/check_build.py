@@ -24,16 +24,13 @@ _KILL_SECONDS = 5.0  # for a probe that was killed to end
 _FRAMEWORK = """
 import importlib, json
 framework = importlib.import_module({module!r})
-importlib.import_module({binding!r})
+importlib.import_module("horovod.{module}")
 print("\\n" + json.dumps({{{name!r}: getattr(framework, "__version__", "")}}))
 """
 _TORCH = """
 import json
 import torch, horovod.torch
-import torch.distributed as dist
-found = {"PyTorch": torch.__version__}
-found["Gloo"] = ""  # that is, TCP
-print("\\n" + json.dumps(found))
+print("\\n" + json.dumps({"PyTorch": torch.__version__, "Gloo": ""}))  # Gloo: that is, TCP
 """
 # Nobody else asks the driver: where it crashes or hangs, the rest of the report is still there.
 _DEVICES = """
@@ -155,13 +152,6 @@ class _Probe:
     limit: float = _PROBE_SECONDS  # seconds it has left when those before it in the list have ended
 
 
-_FRAMEWORKS = (
-    ("TensorFlow", "tensorflow"),
-    ("Keras", "keras"),
-    ("MXNet", "mxnet"),
-    ("JAX", "jax"),
-    ("Ray", "ray"),
-)
 _PROBES = (
     _Probe(_TORCH, "PyTorch", "torch"),
     _Probe(_DEVICES, "Devices", "torch", _DRIVER_SECONDS),  # second: torch is imported by then
@@ -171,10 +161,8 @@ _PROBES = (
     _Probe(_SPARK, "Spark", "pyspark"),
     _Probe(_DASHBOARD, "Dashboard", "aiohttp"),
     *(
-        _Probe(
-            _FRAMEWORK.format(module=module, binding=f"horovod.{module}", name=name), name, module
-        )
-        for name, module in _FRAMEWORKS
+        _Probe(_FRAMEWORK.format(module=name.lower(), name=name), name, name.lower())
+        for name in ("TensorFlow", "Keras", "MXNet", "JAX", "Ray")
     ),
 )
 

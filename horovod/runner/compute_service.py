@@ -153,11 +153,9 @@ class ComputeClient:
             TimeoutException: If it does not register in time.
         """
         self._check(dispatcher_id)
-        with self._service_errors():
-            try:
-                return self._store.get(f"dispatcher/{dispatcher_id}/address", timeout).decode()
-            except TimeoutError:
-                pass
+        address = self._wait_for(f"dispatcher/{dispatcher_id}/address", timeout)
+        if address is not None:
+            return address.decode()
         raise TimeoutException(
             f"Timed out waiting for dispatcher {dispatcher_id} to register: dispatcher "
             f"{dispatcher_id} of {self._dispatchers} did not register with the compute service at "
@@ -195,12 +193,10 @@ class ComputeClient:
             TimeoutException: If workers are missing after that time.
         """
         self._check(dispatcher_id)
+        if self._wait_for(f"complete/{dispatcher_id}", timeout) is not None:
+            return
         with self._service_errors():
-            try:
-                self._store.get(f"complete/{dispatcher_id}", timeout)
-                return
-            except TimeoutError:
-                arrived = len(self._store.keys(f"worker/{dispatcher_id}/"))
+            arrived = len(self._store.keys(f"worker/{dispatcher_id}/"))
         raise TimeoutException(
             f"Timed out waiting for workers of dispatcher {dispatcher_id} to register: {arrived} "
             f"of {self._workers_per_dispatcher} workers of dispatcher {dispatcher_id} registered "
@@ -215,17 +211,20 @@ class ComputeClient:
 
     def wait_for_shutdown(self) -> None:
         """Wait until a process has called `shutdown`, however long that takes."""
-        with self._service_errors():
-            while True:
-                try:
-                    self._store.get("shutdown", _LONG)
-                    return
-                except TimeoutError:
-                    continue
+        while self._wait_for("shutdown", _LONG) is None:
+            pass
 
     def close(self) -> None:
         """End this client's connections."""
         self._store.close()
+
+    def _wait_for(self, key: str, timeout: float) -> bytes | None:
+        """Return the value of an entry; None if it has none within this time."""
+        with self._service_errors():
+            try:
+                return self._store.get(key, timeout)
+            except TimeoutError:
+                return None
 
     def _check(self, dispatcher_id: int) -> None:
         if not 0 <= dispatcher_id < self._dispatchers:

@@ -73,6 +73,9 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
             console.say(sentence)
     for notice in options.notices:
         console.say(notice, Colour.ATTENTION)
+    env = dict(os.environ)
+    if console.is_terminal:
+        env |= terminal_variables(console.width, os.environ)
     try:
         if options.check:
             from horovod.runner.jobs.host_check import check_hosts
@@ -82,7 +85,7 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
         if options.scaling is not None:
             from horovod.runner.scaling import run_study
 
-            return run_study(options, {**os.environ, **_terminal_env(console)}, console)
+            return run_study(options, env, console)
         controller = controllers.choose(options, os.environ)
         if controller != controllers.GLOO:
             return _run_elsewhere(controller, options, console)
@@ -93,7 +96,6 @@ def run_commandline(argv: Sequence[str] | None = None) -> int:
                 )
             request = make_request(options, options.command, os.environ)
             return console.answer(describe_plan(request, options.allocation))
-        env = {**os.environ, **_terminal_env(console)}
         outcome = run_job(options, options.command, env=env, console=console)
         if outcome.problem:
             console.say(outcome.problem, Colour.FAILURE)
@@ -132,10 +134,6 @@ def _open_standard_descriptors() -> None:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-
-
-def _terminal_env(console: Console) -> dict[str, str]:
-    return terminal_variables(console.width, os.environ) if console.is_terminal else {}
 
 
 if __name__ == "__main__":

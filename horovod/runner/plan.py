@@ -166,15 +166,6 @@ def recommend(job: PlannedJob) -> Way:
     return max(found, key=lambda way: way.speed(job))
 
 
-def table(job: PlannedJob) -> list[str]:
-    """Return lines that compare all ways."""
-    rows = [["", "sent per step and host", "speed", "longest wait"]]
-    for way in ways(job):
-        speed = f"{100 * way.speed(job):.0f} %"
-        rows.append([way.title, _bytes(way.sent(job)), speed, _seconds(way.wait(job))])
-    return _aligned(rows)
-
-
 def describe(job: PlannedJob) -> str:
     """Return the text that ``horovodrun --plan`` prints."""
     way, link = recommend(job), job.link
@@ -182,6 +173,10 @@ def describe(job: PlannedJob) -> str:
         f"{job.parameters / 1e6:g} million parameters, {_seconds(job.step)} per step, {job.hosts} "
         f"hosts, {link.bandwidth * 8 / 1e9:g} Gbit/s, {_seconds(link.latency)} one way"
     )
+    rows = [["", "sent per step and host", "speed", "longest wait"]]
+    for each in ways(job):
+        speed = f"{100 * each.speed(job):.0f} %"
+        rows.append([each.title, _bytes(each.sent(job)), speed, _seconds(each.wait(job))])
     if way is WAYS[0]:
         advice = "Recommended: nothing of this. Average gradients in every step, as usual."
     else:
@@ -198,18 +193,16 @@ def describe(job: PlannedJob) -> str:
         "Speed is relative to training without communication, computed from the link alone: it is\n"
         "the best that can be expected. See docs/slow_links.md."
     )
-    return "\n".join([given, "", *table(job), "", advice, "", notes])
+    return "\n".join([given, "", *_aligned(rows), "", advice, "", notes])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    first, *others = widths
-    return [
-        "   ".join(
-            [row[0].ljust(first), *(c.rjust(w) for c, w in zip(row[1:], others, strict=True))]
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        title, *cells = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("   ".join([title.strip().ljust(widths[0]), *cells]).rstrip())
+    return lines
 
 
 def _bytes(count: float) -> str:

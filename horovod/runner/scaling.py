@@ -21,7 +21,6 @@ from horovod.observe.dashboard.reports import parse_report
 from horovod.observe.dashboard.watching import INTERVAL, title_of
 from horovod.observe.reports.amounts import count_of
 from horovod.observe.reports.scaling import (
-    Published,
     Report,
     Run,
     draw,
@@ -66,7 +65,11 @@ def run_study(options: argparse.Namespace, env: Mapping[str, str], console: Cons
     controller = controllers.choose(options, env)
     if options.dry_run:
         return console.answer(_describe(controller, options, env))
-    published = _read_published(options.scaling_published)
+    path = options.scaling_published
+    try:
+        published = read_published(path) if path else None
+    except ValueError as error:
+        raise LaunchError(f"argument --scaling-published: {error}", 2) from None
     _check_output(options)
     if controller == controllers.GLOO and any(is_local(host.name) for host in options.hosts):
         find_command(options.command[0], env.get("PATH"))
@@ -156,10 +159,8 @@ class _Study:
         began = time.monotonic()
         if self.controller == controllers.GLOO:
             return self._run_here(options, env, began)
-        plan = controllers.make_plan(
-            self.controller, options, make_request(options, options.command, env)
-        )
-        code = controllers.run_and_wait(plan)
+        request = make_request(options, options.command, env)
+        code = controllers.run_and_wait(controllers.make_plan(self.controller, options, request))
         seconds = time.monotonic() - began
         ended = Exit(0, 0, code)
         return _Ended(ended.status, ended.describe()) if code else Run(size, seconds)
@@ -175,16 +176,13 @@ class _Study:
         seconds = time.monotonic() - began
         status = exit_status(outcome)
         if not status:
-            steps = steps_per_second(store, options.num_proc)
-            return Run(options.num_proc, seconds, steps)
+            return Run(options.num_proc, seconds, steps_per_second(store, options.num_proc))
         if outcome.problem:
             console.say(outcome.problem, Colour.FAILURE)
         console.write_account(outcome.account)
-        first = outcome.first_failure
+        first, how = outcome.first_failure, outcome.problem or f"exit status {status}"
         if first is not None:
             how = f"rank {first.rank} ended with {first.describe()}"
-        else:
-            how = outcome.problem or f"exit status {status}"
         return _Ended(status, how, outcome.interrupted is not None or outcome.output_lost)
 
 
@@ -215,14 +213,6 @@ def _options_for(options: argparse.Namespace, size: int) -> argparse.Namespace:
 def _environment(env: Mapping[str, str], size: int, strong: bool) -> dict[str, str]:
     fraction = repr(1 / size if strong else 1.0)
     return {INTERVAL: _SECONDS_BETWEEN_REPORTS, **env, FRACTION: fraction}
-
-
-def _read_published(path: str | None) -> Published | None:
-    """Read the run to compare with, if the options name one."""
-    try:
-        return read_published(path) if path else None
-    except ValueError as error:
-        raise LaunchError(f"argument --scaling-published: {error}", 2) from None
 
 
 def _check_output(options: argparse.Namespace) -> None:

@@ -25,7 +25,8 @@ from horovod.runner.api import (
     Status,
     WorkerRequest,
     collect_results,
-    raise_failures,
+    failures,
+    raise_outcome,
 )
 from horovod.spark.gathering import assign_ranks, check_slots, check_versions, gather, spark_error
 from horovod.spark.job_setup import JobSetup
@@ -45,7 +46,7 @@ def run_static(setup: JobSetup, num_proc: int) -> list[Any]:
         outcome = _run_workers(setup, links)
         if outcome.lost is not None and spark_job.why():
             outcome.account += f"\nSpark says:\n{spark_job.why()}\n"
-        raise_failures(setup.store, outcome)
+        raise_outcome(failures(setup.store), outcome)
         return collect_results(setup.store, num_proc)
 
 
@@ -66,7 +67,7 @@ def _run_workers(setup: JobSetup, links: Sequence[TaskLink]) -> Outcome:
         for _, slot in ranks:
             job.outputs.open(slot.rank, slot.rank)
         hosts = AgentSet(
-            request, job, lambda name: links_by_name[name].start_agent(name), together=True
+            request, job, lambda name: HostAgent(name, link=links_by_name[name]), together=True
         )
         outcome = job.run(hosts, FixedRanks(request, job, hosts))
         watcher.ended(outcome)
@@ -80,7 +81,8 @@ def run_elastic_tasks(setup: JobSetup, limits: Limits) -> list[Any]:
     with setup.open_tasks(limits.max_np, barrier=False) as (server, spark_job):
         gather(server, spark_job, setup.cluster, limits.num_proc, setup.ticket.start_timeout)
         check_versions([link.info for link in server.living()], setup.ticket.version)
-        raise_failures(setup.store, _drive(setup, server, spark_job, limits))
+        outcome = _drive(setup, server, spark_job, limits)
+        raise_outcome(failures(setup.store), outcome)
         results = collect_results(setup.store, limits.min_np)
         if len(server.partitions()) < limits.max_np:
             spark_job.cancel()  # otherwise tasks that wait for room would still start
@@ -99,7 +101,7 @@ def _drive(setup: JobSetup, server: TaskServer, spark_job: SparkJob, limits: Lim
             link = discovery.link(name)
             check_versions([link.info], setup.ticket.version)
             link.restarts = lambda: not job.is_ending
-            return link.start_agent(name)
+            return HostAgent(name, link=link)
 
         request = WorkerRequest(
             command=setup.command,

@@ -49,6 +49,9 @@ class TaskInfo:
 class TaskLink(ChannelLink):
     """The driver's end of the connection to a task."""
 
+    connection_ended = "its Spark task or its executor ended"
+    agent = "the agent in its Spark task"
+
     def __init__(self, channel: LinkChannel, info: TaskInfo) -> None:
         super().__init__(channel)
         self.info = info
@@ -63,11 +66,6 @@ class TaskLink(ChannelLink):
         """The name of the host that this attempt of the task is in an elastic job."""
         info = self.info
         return f"{info.host}-{info.partition}-{info.attempt[0]}.{info.attempt[1]}"
-
-    def describe_end(self, code: int) -> str:
-        if self._code is None:
-            return "its Spark task or its executor ended"
-        return f"the agent in its Spark task ended with exit code {code}"
 
 
 class TaskServer(LinkServer[TaskLink]):

@@ -13,7 +13,7 @@ from typing import Any
 from horovod.common.generations.decisions import Decision
 from horovod.common.store import MemoryStore
 from horovod.common.topology import Slot
-from horovod.runner.agents.host_set import HostSet
+from horovod.runner.agents.controller import HostSet
 from horovod.runner.elastic.discovery import FixedHosts, HostManager
 from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.job_state import JobState, Limits, Process

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from horovod.common.wire import encode_key, new_key
+from horovod.runner.agents.channel import connect
 from horovod.runner.agents.link_server import JoinServer, gather
-from horovod.runner.agents.relay import connect
+from horovod.runner.agents.supervise import raise_descriptor_limit
 from horovod.runner.jobs.join import job_secret
 from horovod.runner.options.arguments import parse_args
 from horovod.runner.slots.hosts import Host
@@ -135,6 +136,20 @@ def test_without_names_hosts_are_taken_until_there_are_enough_slots():
             gather(opened, [], 7, 0.0)
         for channel in channels:
             channel.close()
+
+
+def test_a_launcher_with_many_open_files_sees_its_hosts():
+    """Hundreds of hosts and workers take more than the 1024 descriptors that `select` knows."""
+    raise_descriptor_limit(4096)
+    with server() as (opened, key), contextlib.ExitStack() as files:
+        for _ in range(1100):
+            files.enter_context(open(os.devnull))
+        channel = connect("127.0.0.1", opened.port, key, HANG)
+        channel.send({"host": "a", "slots": 2})
+        assert list(gather(opened, [], 2, HANG)) == ["a"]
+        channel.close()
+        while opened.waiting():
+            opened.wait(0.01)
 
 
 def test_a_secret_that_others_can_read_is_none(tmp_path: Path):

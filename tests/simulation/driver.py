@@ -1,4 +1,4 @@
-"""The launcher of a simulated elastic job: `run_elastic_job`, without its options."""
+"""The launcher of a simulated elastic job: `run_job`, without its options."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ FIXED_MUTANTS = (
     Mutant(
         "an agent waits for its source without end",
         "past",
-        "horovod.runner.agents.host_agent",
+        "horovod.runner.agents.starters",
         "_signal.alarm({_SOURCE_SECONDS})",
         "_signal.alarm(0)",
     ),

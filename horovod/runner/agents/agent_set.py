@@ -15,9 +15,8 @@ from typing import Any
 from horovod.common.joining.addresses import LOOPBACK
 from horovod.common.topology import Slot
 from horovod.observe.reports.amounts import count_of
-from horovod.runner.agents.controller import JobController
+from horovod.runner.agents.controller import HostSet, JobController, assignment_variables
 from horovod.runner.agents.host_agent import HostAgent, WorkerSpec, start_agent, start_command
-from horovod.runner.agents.host_set import HostSet, assignment_variables
 from horovod.runner.agents.probe import interface_address
 from horovod.runner.agents.starters import SSH, Starter
 from horovod.runner.agents.store_endpoints import Endpoint, describe_own_problem, describe_problem
@@ -51,16 +50,20 @@ class WorkerRequest:
     cpu_bind: str = "none"
     verbose: int = 0  # how often --verbose was given
 
+    def cpu_share(self, index: int, count: int) -> tuple[str, int, int] | None:
+        """Return which share of its host's cores a worker is bound to: see `WorkerSpec`."""
+        return None if self.cpu_bind == "none" else (self.cpu_bind, index, count)
 
+
+@dataclass
 class _Host:
     """A host that is wanted."""
 
-    def __init__(self, agent: HostAgent) -> None:
-        self.agent = agent
-        self.is_probed = False  # it was asked how it reaches the store, and has not answered
-        self.endpoint: Endpoint | None = None  # how it reaches the store, once that is known
-        self.nics: Sequence[str] = ()  # interfaces for traffic between ranks; empty stands for all
-        self.entrance: Endpoint | None = None  # its address for other hosts, with a free port
+    agent: HostAgent
+    is_probed: bool = False  # it was asked how it reaches the store, and has not answered
+    endpoint: Endpoint | None = None  # how it reaches the store, once that is known
+    nics: Sequence[str] = ()  # interfaces for traffic between ranks; empty stands for all
+    entrance: Endpoint | None = None  # its address for other hosts, with a free port
 
 
 class AgentSet(HostSet):
@@ -129,13 +132,8 @@ class AgentSet(HostSet):
             agent.give_up(f"no answer within {self._request.start_timeout:g} s")
 
     def let_go(self, name: str) -> None:
-        host = self._hosts.pop(name, None)
-        if host is None:
-            return
-        if host.agent.hello is None and host.agent.remote:
-            host.agent.abandon()
-        else:
-            host.agent.finish()
+        if name in self._hosts:
+            self._hosts.pop(name).agent.dismiss()
 
     def names(self) -> list[str]:
         return list(self._hosts)
@@ -150,8 +148,7 @@ class AgentSet(HostSet):
         return host.is_probed or host.agent.hello is None
 
     def agent(self, name: str) -> HostAgent | None:
-        host = self._hosts.get(name)
-        return None if host is None else host.agent
+        return self._hosts[name].agent if name in self._hosts else None
 
     # -- the way to the store --------------------------------------------------------------
 
@@ -179,11 +176,9 @@ class AgentSet(HostSet):
             return None
         agents = [host.agent for host in hosts]
         problem = self._endpoints.probe_all(agents, nics, self._request.start_timeout)
-        if problem:
-            return LaunchError(problem)
         for host in hosts:
-            host.is_probed = True
-        return None
+            host.is_probed = not problem
+        return LaunchError(problem) if problem else None
 
     def probed(self, agent: HostAgent, answer: Mapping[str, Any]) -> LaunchError | None:
         host = self._of(agent)
@@ -223,8 +218,7 @@ class AgentSet(HostSet):
         return True
 
     def _of(self, agent: HostAgent) -> _Host | None:
-        host = self._hosts.get(agent.name)
-        return host if host is not None and host.agent is agent else None
+        return self._hosts.get(agent.name) if self.agent(agent.name) is agent else None
 
     # -- workers ---------------------------------------------------------------------------
 
@@ -244,7 +238,7 @@ class AgentSet(HostSet):
             "HOROVOD_HOSTNAME": name,
             **assignment_variables(slot),
         }
-        bind = None if request.cpu_bind == "none" else (request.cpu_bind, index, slots)
+        bind = request.cpu_share(index, slots)
         spec = WorkerSpec(worker, request.command, own, request.cwd, bind)
         agent.start([spec], self.environment(name, slots))
 

@@ -41,21 +41,22 @@ _LENGTH_BYTES = 4
 _HEADER_BYTES = _LENGTH_BYTES + 1
 _WORKER_BYTES = 4
 _END = b"\n"
+_CHUNK = 1 << 16
 
 
 def event_frame(content: bytes) -> bytes:
     """Return the frame of an event in JSON."""
-    return _header(len(content), EVENT) + content + _END
+    return _frame(EVENT, b"", content)
 
 
 def output_frame(kind: int, worker: int, data: bytes) -> bytes:
     """Return the frame of a worker's output; ``kind`` is `STDOUT` or `STDERR`."""
-    header = _header(_WORKER_BYTES + len(data), kind)
-    return header + worker.to_bytes(_WORKER_BYTES, "big") + data + _END
+    return _frame(kind, worker.to_bytes(_WORKER_BYTES, "big"), data)
 
 
-def _header(length: int, kind: int) -> bytes:
-    return length.to_bytes(_LENGTH_BYTES, "big") + bytes([kind])
+def _frame(kind: int, start: bytes, rest: bytes) -> bytes:
+    length = len(start) + len(rest)
+    return length.to_bytes(_LENGTH_BYTES, "big") + bytes([kind]) + start + rest + _END
 
 
 def command_frame(command: dict[str, Any]) -> bytes:
@@ -153,8 +154,13 @@ class Poller:
         self._poll.unregister(fd)
         del self._callbacks[fd]
 
-    def __contains__(self, fd: int) -> bool:
-        return fd in self._callbacks
+    def write(self, fd: int, unsent: bytearray, callback: Callable[[], object]) -> None:
+        """Write what the other side takes now; call ``callback`` when it takes more."""
+        write_unsent(fd, unsent)
+        if unsent and fd not in self._callbacks:
+            self.register(fd, callback, writing=True)
+        elif fd in self._callbacks and not unsent:
+            self.unregister(fd)
 
     def wait(self, seconds: float | None) -> None:
         """Wait until a descriptor is ready, or for this time; call what was registered for it."""
@@ -162,6 +168,17 @@ class Poller:
             callback = self._callbacks.get(fd)  # none if a callback has just unregistered it
             if callback is not None:
                 callback()
+
+
+def write_unsent(fd: int, unsent: bytearray) -> None:
+    """Write the bytes that the other side takes now, and remove them; of a closed pipe, all."""
+    try:
+        while unsent:
+            del unsent[: os.write(fd, unsent[:_CHUNK])]
+    except BlockingIOError:
+        pass
+    except OSError:
+        unsent.clear()  # nobody reads: what we read from the other side tells us that it is gone
 
 
 class WorkerInput:
@@ -184,29 +201,17 @@ class WorkerInput:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            if self._fd in self._poller:
+            if self._unsent:
                 self._poller.unregister(self._fd)
             os.close(self._fd)
 
     def _flush(self) -> None:
-        if self._closed:
-            return
-        try:
-            while self._unsent:
-                del self._unsent[: os.write(self._fd, self._unsent)]
-        except BlockingIOError:
-            if self._fd not in self._poller:
-                self._poller.register(self._fd, self._flush, writing=True)
-            return
-        except OSError:
-            self._ended = True  # the worker has closed its stdin, or has ended
-        if self._ended:
-            self.close()
-        elif self._fd in self._poller:
-            self._poller.unregister(self._fd)
+        if not self._closed:
+            self._poller.write(self._fd, self._unsent, self._flush)
+            if self._ended and not self._unsent:
+                self.close()
 
 
-_CHUNK = 1 << 16
 _MOST_UNSENT = 4 << 20  # bytes
 _DRAIN_READS = 32  # a pipe holds no more than this many chunks
 
@@ -215,21 +220,12 @@ _PULSE = 30.0
 launcher is gone, or has given this host up, while nothing is sent."""
 
 
-class _Stream:
-    """The reading end of a worker's stdout or stderr."""
-
-    def __init__(self, fd: int, worker: int, kind: int) -> None:
-        self.fd = fd
-        self.worker = worker
-        self.kind = kind
-
-
 class LauncherOutput:
     """Writes everything that goes to the launcher, on descriptor 1."""
 
     def __init__(self, poller: Poller) -> None:
         self._poller = poller
-        self._streams: list[_Stream] = []
+        self._streams: dict[int, tuple[int, int]] = {}  # by descriptor: worker and kind
         self._paused = False
         self.next_pulse = time.monotonic() + _PULSE  # when `pulse` has something to do
         self._unsent = bytearray(MARK)
@@ -254,10 +250,9 @@ class LauncherOutput:
             kind: `STDOUT` or `STDERR`.
         """
         os.set_blocking(fd, False)
-        stream = _Stream(fd, worker, kind)
-        self._streams.append(stream)
+        self._streams[fd] = worker, kind
         if not self._paused:
-            self._listen(stream)
+            self._listen(fd)
 
     def drain(self, workers: Container[int] | None = None) -> None:
         """Pass on what is in the pipes now, of these workers or of all.
@@ -265,10 +260,10 @@ class LauncherOutput:
         The number of reads is bounded, because a process that outlives its worker may hold the
         pipe open and go on writing.
         """
-        for stream in list(self._streams):
-            if workers is None or stream.worker in workers:
+        for fd, (worker, _) in list(self._streams.items()):
+            if workers is None or worker in workers:
                 for _ in range(_DRAIN_READS):
-                    if not self._forward(stream):
+                    if not self._forward(fd):
                         break
 
     def finish(self) -> None:
@@ -276,21 +271,22 @@ class LauncherOutput:
         os.set_blocking(1, True)
         self._flush()
 
-    def _listen(self, stream: _Stream) -> None:
-        self._poller.register(stream.fd, lambda: self._forward(stream))
+    def _listen(self, fd: int) -> None:
+        self._poller.register(fd, lambda: self._forward(fd))
 
-    def _forward(self, stream: _Stream) -> bool:
+    def _forward(self, fd: int) -> bool:
         """Pass on one chunk; return False if there is nothing to read, now or ever."""
         try:
-            data = os.read(stream.fd, _CHUNK)
+            data = os.read(fd, _CHUNK)
         except BlockingIOError:
             return False
-        self._send(output_frame(stream.kind, stream.worker, data))
+        worker, kind = self._streams[fd]
+        self._send(output_frame(kind, worker, data))
         if not data:
             if not self._paused:
-                self._poller.unregister(stream.fd)
-            os.close(stream.fd)
-            self._streams.remove(stream)
+                self._poller.unregister(fd)
+            os.close(fd)
+            del self._streams[fd]
         return bool(data)
 
     def _send(self, frame: bytes) -> None:
@@ -298,18 +294,7 @@ class LauncherOutput:
         self._flush()
 
     def _flush(self) -> None:
-        try:
-            while self._unsent:
-                del self._unsent[: os.write(1, self._unsent[:_CHUNK])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._unsent.clear()  # the launcher is gone, which the end of stdin reports
-        waiting = 1 in self._poller
-        if self._unsent and not waiting:
-            self._poller.register(1, self._flush, writing=True)
-        elif waiting and not self._unsent:
-            self._poller.unregister(1)
+        self._poller.write(1, self._unsent, self._flush)
         # Reading resumes at half of the limit, so that it does not stop and start all the time.
         self._pause(len(self._unsent) > (_MOST_UNSENT // 2 if self._paused else _MOST_UNSENT))
 
@@ -317,8 +302,8 @@ class LauncherOutput:
         if pause == self._paused:
             return
         self._paused = pause
-        for stream in self._streams:
+        for fd in self._streams:
             if pause:
-                self._poller.unregister(stream.fd)
+                self._poller.unregister(fd)
             else:
-                self._listen(stream)
+                self._listen(fd)

@@ -1,9 +1,10 @@
 """Connections that hosts open to the launcher: hosts that join a job, and Spark tasks.
 
-A `LinkChannel` is one end of such a connection; it is authenticated and never blocks. `relay` has
-one on the host. In the launcher `link_server` makes a `ChannelLink` around it, which is the
-`starters.AgentLink` through which `host_agent` speaks. The protocol is `horovod.common.wire`'s.
-The launcher sends these messages:
+A `LinkChannel` is one end of such a connection; it is authenticated and never blocks. On the host
+``horovodrun --join`` and Spark's tasks call `connect` and then run a `Relay`. It starts the agent
+that the launcher sends, and passes bytes between the two until the launcher lets the host go. In
+the launcher `link_server` makes a `ChannelLink` around the channel, through which `host_agent`
+speaks. The protocol is `horovod.common.wire`'s. The launcher sends these messages:
 
 - ``{"agent": length}``: start an agent; its source, ``length`` bytes, follows as input
 - ``{"input": true}`` with bytes for the agent's stdin
@@ -19,15 +20,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import selectors
 import socket
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod.common.wire import Message, Session
-from horovod.runner.agents.host_agent import HostAgent, agent_source
+from horovod.runner.agents.agent_streams import write_unsent
+from horovod.runner.agents.starters import ProcessLink, agent_arguments
 
 _CHUNK = 1 << 18
+_MOST_UNSENT = 4 << 20  # bytes, beyond which the agent's output waits in its pipe
 _KEPT_ERRORS = 8000  # bytes
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 4}
 """With these the kernel notices after a minute that a peer's machine has gone."""
@@ -77,13 +82,7 @@ class LinkChannel:
 
     def flush(self) -> None:
         """Send as much of the rest as the socket takes; `receive` reports a broken connection."""
-        try:
-            while self._unsent:
-                del self._unsent[: self.socket.send(self._unsent[:_CHUNK])]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._unsent.clear()
+        write_unsent(self.socket.fileno(), self._unsent)
 
     def finish(self) -> None:
         """Send nothing more; the peer's `receive` then comes to its end."""
@@ -94,50 +93,203 @@ class LinkChannel:
         self.socket.close()
 
 
+# -- the host -----------------------------------------------------------------------------------
+
+
+def connect(address: str, port: int, key: bytes, timeout: float) -> LinkChannel:
+    """Connect to the launcher.
+
+    Args:
+        address: The launcher's address.
+        port: The launcher's port.
+        key: The job's secret.
+        timeout: Seconds to wait; the launcher may be busy accepting hundreds of hosts.
+
+    Returns:
+        The connection, after both sides have proved that they know the key.
+
+    Raises:
+        OSError: If there is no connection within the time; `TimeoutError` is one.
+    """
+    deadline = time.monotonic() + timeout
+    sock = socket.create_connection((address, port), timeout)
+    channel = LinkChannel(sock, Session(key, server=False))
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(sock, selectors.EVENT_READ)
+            while not channel.session.established:
+                channel.flush()
+                left = deadline - time.monotonic()
+                if left <= 0 or not selector.select(left):
+                    raise TimeoutError(f"no answer within {timeout:g} s")
+                if channel.receive() is None:
+                    raise ConnectionResetError("the connection was closed without an answer")
+        channel.flush()
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+class Relay:
+    """Passes bytes between the launcher and the agent that it has started here.
+
+    The agent starts the workers, and ends what is left of them when this process ends.
+    """
+
+    def __init__(self, channel: LinkChannel, env: Mapping[str, str]) -> None:
+        """Prepare to relay; ``env`` will be the agent's environment."""
+        self.why = ""  # what the launcher said when it let the host go
+        self._channel = channel
+        self._env = env
+        self._agent: ProcessLink | None = None
+        self._input = bytearray()
+        self._sources: dict[int, str] = {}  # the agent's open streams, and their messages
+        self._is_finished = False  # nothing more will be sent
+        self._end: str | None = None  # the value of the message "end", or "gone"
+
+    def run(self) -> str:
+        """Pass bytes on until the launcher lets the host go.
+
+        Returns:
+            The value of the launcher's message "end".
+
+        Raises:
+            ConnectionError: If the launcher is gone.
+        """
+        try:
+            while self._end is None:
+                self._wait_and_pass()
+        finally:
+            self._end_agent()
+        if self._end == "gone":
+            raise ConnectionError("the launcher is gone, and with it the job")
+        return self._end
+
+    def _wait_and_pass(self) -> None:
+        channel = self._channel
+        with selectors.DefaultSelector() as selector:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.unsent else 0)
+            selector.register(channel.socket, events)
+            if channel.unsent < _MOST_UNSENT:
+                for fd in self._sources:
+                    selector.register(fd, selectors.EVENT_READ)
+            if self._input and self._agent is not None:
+                selector.register(self._agent.input_fd, selectors.EVENT_WRITE)
+            ready = {key.fd for key, _ in selector.select()}
+        channel.flush()
+        if channel.socket.fileno() in ready:
+            self._take()
+        for fd in list(self._sources):
+            if fd in ready:
+                self._pass_on(fd)
+        if self._agent is not None:
+            write_unsent(self._agent.input_fd, self._input)
+        if self._is_finished and not channel.unsent:
+            self._is_finished = False
+            channel.finish()
+
+    def terminate(self) -> bool:
+        """Ask the agent to end its workers and itself. A signal handler may call this.
+
+        Returns:
+            Whether an agent runs.
+        """
+        if self._agent is None or self._agent.process.returncode is not None:
+            return False
+        self._agent.process.terminate()
+        return True
+
+    def _take(self) -> None:
+        try:
+            messages = self._channel.receive()
+        except BlockingIOError:
+            return
+        except OSError:  # a WireError is one
+            messages = None
+        if messages is None:
+            self._end = "gone"
+            return
+        for header, body in messages:
+            if "agent" in header:
+                self._start_agent(int(header["agent"]))
+            elif "end" in header:
+                self._end = str(header["end"])
+                self.why = str(header.get("why", ""))
+            else:
+                self._input += body
+
+    def _start_agent(self, length: int) -> None:
+        command = [sys.executable, *agent_arguments(length)]
+        self._agent = ProcessLink(command, None, self._env)
+        self._sources = {self._agent.output_fd: "output", self._agent.errors_fd: "errors"}
+
+    def _pass_on(self, fd: int) -> None:
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return
+        if data:
+            self._channel.send({self._sources[fd]: True}, data)
+            return
+        del self._sources[fd]
+        if not self._sources:
+            assert self._agent is not None
+            self._channel.send({"exit": self._agent.wait()})
+            self._is_finished = True
+
+    def _end_agent(self) -> None:
+        """Close the agent's stdin, upon which it ends all workers, and wait for its end."""
+        if self._agent is None:
+            return
+        stdin, *sources = self._agent.pipes
+        stdin.close()
+        for pipe in sources:
+            os.set_blocking(pipe.fileno(), True)
+            while pipe.read(_CHUNK):
+                pass  # read to the end, so that the agent does not block on a full pipe
+            pipe.close()
+        self._agent.wait()
+
+
+# -- the launcher -------------------------------------------------------------------------------
+
+
 class ChannelLink:
-    """The launcher's end of such a connection: a `starters.AgentLink`."""
+    """The launcher's end of such a connection, with the methods of `starters.ProcessLink`."""
 
     remote = True
     own_variables: Sequence[str] | None = None
     pid = 0  # on another machine
+    errors_fd = None
+    connection_ended = "its connection ended"  # for people, as the next
+    agent = "its agent"
 
     def __init__(self, channel: LinkChannel) -> None:
         self.restarts: Callable[[], bool] = lambda: False
         """Whether the host should connect again when its agent is released."""
+        here, there = channel.socket.getsockname(), channel.socket.getpeername()
+        self.ends = unmapped(here), unmapped(there)
+        self.input_fd = os.dup(channel.socket.fileno())  # a selector takes a number only once
         self._channel = channel
-        self._input_fd = os.dup(channel.socket.fileno())  # a selector takes a number only once
-        self._ends = channel_ends(channel)
         self._errors = b""
         self._code: int | None = None
         self._closed = False
         self._over = False
 
-    def start_agent(self, name: str) -> HostAgent:
-        """Start an agent on the host, and return it with this name."""
-        self._channel.send({"agent": len(agent_source(0))})
-        return HostAgent(name, link=self)
-
     # -- for HostAgent ---------------------------------------------------------------------
 
-    @property
-    def input_fd(self) -> int:
-        return self._input_fd
+    def announce_agent(self, length: int) -> None:
+        """Tell the host to start an agent, whose source of this length follows."""
+        self._channel.send({"agent": length})
 
     @property
     def output_fd(self) -> int:
         return self._channel.socket.fileno()
 
     @property
-    def errors_fd(self) -> int | None:
-        return None
-
-    @property
     def unsent(self) -> bool:
         return self._channel.unsent > 0
-
-    @property
-    def ends(self) -> tuple[str, str]:
-        return self._ends
 
     def write(self, data: memoryview) -> int:
         if self._over:
@@ -196,19 +348,19 @@ class ChannelLink:
 
     def describe_end(self, code: int) -> str:
         if self._code is None:
-            return "its connection ended"
-        return f"its agent ended with exit code {code}"
+            return self.connection_ended
+        return f"{self.agent} ended with exit code {code}"
 
     # -- for the server --------------------------------------------------------------------
 
     @property
     def is_alive(self) -> bool:
         """Whether the host still holds its connection; nothing is read from it to find out."""
-        sock = self._channel.socket
         try:
-            waiting = select.select([sock], [], [], 0)[0]
-            return not waiting or bool(sock.recv(1, socket.MSG_PEEK))
-        except (OSError, ValueError):  # it was closed meanwhile
+            return bool(self._channel.socket.recv(1, socket.MSG_PEEK))
+        except BlockingIOError:
+            return True
+        except OSError:  # it is broken, or was closed meanwhile
             return False
 
     @property
@@ -222,14 +374,13 @@ class ChannelLink:
             return
         self._closed = self._over = True
         self._channel.send({"end": how})
-        os.close(self._input_fd)
+        os.close(self.input_fd)
         self._channel.close()
 
     def _keep(self, said: bytes) -> None:
         self._errors = (self._errors + said)[-_KEPT_ERRORS:]
 
 
-def channel_ends(channel: LinkChannel) -> tuple[str, str]:
-    """Return the launcher's address and the host's."""
-    here, there = channel.socket.getsockname(), channel.socket.getpeername()
-    return str(here[0]).removeprefix("::ffff:"), str(there[0]).removeprefix("::ffff:")
+def unmapped(endpoint: Sequence[Any]) -> str:
+    """Return the address of a socket's end, and an IPv4 address as such."""
+    return str(endpoint[0]).removeprefix("::ffff:")

@@ -3,9 +3,9 @@
 Every job that starts processes makes a `JobController`: horovodrun and horovod.run, Spark, and
 elastic jobs on Ray. Three parts work together:
 
-- The hosts (`host_set.HostSet`) start and stop workers. `agent_set.AgentSet` has an agent on each
-  host: on this machine, through ssh, srun or a command of the user's, on hosts that join by
-  themselves, and in Spark tasks. The nodes of Ray are `horovod.ray.node_set`.
+- The hosts (`HostSet`) start and stop workers. `agent_set.AgentSet` has an agent on each host: on
+  this machine, through ssh, srun or a command of the user's, on hosts that join by themselves, and
+  in Spark tasks. A cluster that starts processes itself has its own: `horovod.ray.node_set`.
 - The policy (`JobPolicy`) says which hosts and workers there are: `jobs.fixed_ranks` for a fixed
   set of ranks, `elastic.driver` for workers that come and go.
 - The controller owns the loop (`supervise`) and the job's store. It lets hosts that have answered
@@ -18,14 +18,15 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from horovod.common.store import MemoryStore
+from horovod.common.topology import Slot
 from horovod.common.wire import encode_key, new_key
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.host_set import Host, HostSet
 from horovod.runner.agents.local_host import signal_groups
 from horovod.runner.agents.store_endpoints import StoreEndpoints
 from horovod.runner.agents.supervise import Supervisor
@@ -39,8 +40,110 @@ from horovod.runner.slots.worker_env import KEY
 _TICK = 0.5
 """Seconds between two calls of `JobPolicy.tick`."""
 
+_REST_SECONDS = 5.0
+"""Seconds after which a host that could not be used is tried again."""
+
 _SWEEP_PATIENCE = 20.0
 """Seconds that ending what a lost agent has left may take; the host may be out of reach."""
+
+
+class Host(Protocol):
+    """A host that reports an event."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class HostSet(ABC):
+    """All hosts that are wanted. A host that cannot be used rests before it is tried again.
+
+    It reports events to the methods `ready`, `started`, `could_not_start`, `exited` and `lost` of
+    the `JobController`.
+    """
+
+    def __init__(self) -> None:
+        self._rests: dict[str, float] = {}  # by host: when it may be tried again
+
+    def first(self, slots: Mapping[str, int], most: int | None) -> list[str]:
+        """Return as many of these hosts as `most` workers need; resting hosts add no capacity."""
+        chosen, room = [], 0
+        for name, count in slots.items():
+            if most is not None and room >= most:
+                break
+            chosen.append(name)
+            room += 0 if self._rests_now(name) else count
+        return chosen
+
+    def rest(self, name: str) -> None:
+        """Try nothing on a host for a while."""
+        self._rests[name] = time.monotonic() + _REST_SECONDS
+
+    def _rests_now(self, name: str) -> bool:
+        return time.monotonic() < self._rests.get(name, 0.0)
+
+    @abstractmethod
+    def want(self, names: Sequence[str]) -> dict[str, LaunchError]:
+        """Prepare these hosts; return those that cannot even be tried, with the reasons."""
+
+    @abstractmethod
+    def let_go(self, name: str) -> None:
+        """Release a host that is not needed any more and has no workers."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the hosts that are wanted."""
+
+    @abstractmethod
+    def is_ready(self, name: str) -> bool:
+        """Return whether workers can be started on a host."""
+
+    @abstractmethod
+    def is_connecting(self, name: str) -> bool:
+        """Return whether a host is wanted but not ready yet."""
+
+    @abstractmethod
+    def met(self, host: Any) -> LaunchError | None:
+        """Find out how a host that has answered reaches the store; return a problem, or None."""
+
+    def probed(self, host: Any, answer: Mapping[str, Any]) -> LaunchError | None:
+        """Take the answer to a question that `met` asked; return a problem, or None."""
+        return None
+
+    def lost(self, host: Any) -> bool:
+        """Remove a host that is gone by itself; return whether it was wanted."""
+        return False
+
+    @abstractmethod
+    def start(self, name: str, worker: int, index: int, slots: int, slot: Slot | None) -> None:
+        """Start a worker.
+
+        Args:
+            name: The host.
+            worker: The worker's number.
+            index: The slot of the host that the worker occupies.
+            slots: The number of slots of the host.
+            slot: The ranks that the worker will have if nothing unexpected happens. Programs
+                look for them in their environment before they call `init`, which returns the real
+                ones.
+        """
+
+    def obstacle(self) -> str:
+        """Return why workers that should start have not done so for a while; empty if unknown."""
+        return ""
+
+    @abstractmethod
+    def stop(self, name: str, worker: int, grace: float) -> None:
+        """End a worker, by force after `grace` seconds; do nothing if its host is lost."""
+
+    @abstractmethod
+    def obeys(self, name: str) -> bool:
+        """Return whether a worker that was stopped on this host is certainly gone."""
+
+
+def assignment_variables(slot: Slot | None) -> dict[str, str]:
+    """Return the environment in which a worker finds the ranks that it will probably have."""
+    facts = {} if slot is None else vars(slot.topology)
+    return {f"HOROVOD_{fact.upper()}": str(value) for fact, value in facts.items()}
 
 
 class JobPolicy(ABC):
@@ -179,20 +282,12 @@ class JobController:
         """Whether the job was stopped, or the launcher was told to end."""
         return self.supervisor.stopping or bool(self.supervisor.signals)
 
-    def call_later(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Call ``callback`` after this time, if the job still runs."""
-        self.supervisor.call_later(seconds, callback)
-
-    def stop(self, grace: float) -> None:
-        """End all workers on all hosts; `grace` is the time between SIGTERM and SIGKILL."""
-        self.supervisor.stop(grace)
-
     def _tick(self) -> None:
         awaited = None if self.supervisor.stopping else self._policy.tick()
         self._progress.update("" if self.is_ending else awaited or "")
         goes_on = awaited is not None or (self._progress.has_status and not self.is_ending)
         if goes_on and not self.supervisor.stopping:
-            self.call_later(_TICK, self._tick)
+            self.supervisor.call_later(_TICK, self._tick)
 
     # -- what the hosts say ----------------------------------------------------------------
 
@@ -215,11 +310,15 @@ class JobController:
         self._policy.started(host.name, worker, pid)
 
     def failed(self, agent: HostAgent, worker: int, number: int, what: str) -> None:
-        if number != errno.ECANCELED:  # which means that we stopped the job before this start
-            status = 127 if number == errno.ENOENT else 126
-            self.could_not_start(
-                agent, worker, LaunchError(_describe_start_failure(number, what), status)
-            )
+        if number == errno.ECANCELED:  # we stopped the job before this start
+            return
+        why = f"{what!r}: {os.strerror(number)}" if what else os.strerror(number)
+        if number == errno.EMFILE:
+            why = f"{os.strerror(number)} (each worker takes two pipes; see 'ulimit -n')"
+        elif number == errno.ENOENT and what and "/" not in what:
+            why = f"command not found: {what!r}"
+        status = 127 if number == errno.ENOENT else 126
+        self.could_not_start(agent, worker, LaunchError(why, status))
 
     def could_not_start(self, host: Host, worker: int, problem: LaunchError) -> None:
         """Take notice of a worker that will never run, and why."""
@@ -236,19 +335,15 @@ class JobController:
         pids = self._pids.pop(agent.name, {})
         if not agent.remote:
             signal_groups(pids.values(), signal.SIGKILL)
-        self._report_loss(agent, code)
-        has_left_something = bool(pids) or agent.is_given_up
+        if self._hosts.lost(agent):
+            if agent.hello is not None:
+                self._policy.host_lost(agent, code)
+            elif not self.supervisor.stopping:
+                why = f"cannot start on {agent.name}: {agent.explain_end(code)}"
+                self._policy.host_failed(agent.name, LaunchError(why))
+        has_left_something = bool(pids) or bool(agent.given_up)
         if has_left_something and agent.hello and agent.starter and not agent.finished:
             self._sweep(agent, list(pids.values()))
-
-    def _report_loss(self, agent: HostAgent, code: int) -> None:
-        if not self._hosts.lost(agent):
-            return
-        if agent.hello is not None:
-            self._policy.host_lost(agent, code)
-        elif not self.supervisor.stopping:
-            why = f"cannot start on {agent.name}: {agent.explain_end(code)}"
-            self._policy.host_failed(agent.name, LaunchError(why))
 
     def _sweep(self, lost: HostAgent, pids: Sequence[int]) -> None:
         """Let a new agent end what a lost one has left on its host, if the host can be reached.
@@ -263,13 +358,4 @@ class JobController:
         agent.sweep((lost.hello or {})["pid"], pids, f"{KEY}={encode_key(self.endpoints.key)}")
         agent.finish()
         self.supervisor.add(agent)
-        self.call_later(_SWEEP_PATIENCE, agent.abandon)
-
-
-def _describe_start_failure(number: int, what: str) -> str:
-    """Return why a worker could not be started: an errno, and the file concerned."""
-    if number == errno.EMFILE:
-        return f"{os.strerror(number)} (each worker takes two pipes; see 'ulimit -n')"
-    if number == errno.ENOENT and what and "/" not in what:
-        return f"command not found: {what!r}"
-    return f"{what!r}: {os.strerror(number)}" if what else os.strerror(number)
+        self.supervisor.call_later(_SWEEP_PATIENCE, agent.abandon)

@@ -8,11 +8,8 @@ the other side, and `starters` for the commands that lead to other machines.
 
 from __future__ import annotations
 
-import functools
 import json
-import marshal
 import os
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,23 +17,22 @@ from typing import Any, NamedTuple
 
 from horovod.runner.agents.agent_streams import (
     EVENT,
-    MARSHAL_VERSION,
     STREAMS,
     FrameReader,
     command_frame,
 )
-from horovod.runner.agents.bootstrap import Packed, pack_modules
-from horovod.runner.agents.local_host import AGENT_NAME
-from horovod.runner.agents.starters import NO_INPUT, AgentLink, ProcessLink, Starter
+from horovod.runner.agents.channel import ChannelLink
+from horovod.runner.agents.starters import (
+    ProcessLink,
+    Starter,
+    agent_command,
+    agent_source,
+    packed_modules,
+)
 from horovod.runner.output.report import LaunchError
 from horovod.runner.slots.hosts import is_local
 
 _KEPT_ERRORS = 8000
-_SOURCE_SECONDS = 120
-"""How long an agent waits for its source. The launcher's machine may have lost its power, and the
-connection, such as sshd's, notices that only when something is sent."""
-
-_AGENT_MODULES = ("bootstrap", "local_host", "agent_streams", "agent")
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ class HostAgent:
     """The agent of one host."""
 
     def __init__(
-        self, name: str, starter: Starter | None = None, link: AgentLink | None = None
+        self, name: str, starter: Starter | None = None, link: ChannelLink | None = None
     ) -> None:
         """Start the agent.
 
@@ -87,16 +83,16 @@ class HostAgent:
         self.hello: Mapping[str, Any] | None = None  # what it said about its host
         self.finished = False  # it said that nothing is left
         self.is_dismissed = False  # we have told it to end
-        self._given_up = ""  # the reason why we do not wait for it any more
+        self.given_up = ""  # the reason why we have ended the connection, if it did not answer
         self._reader = FrameReader()
         self._errors = b""
         self._commands: deque[memoryview] = deque()
         self._flushing = False
         source = agent_source(0 if starter or link else os.getpid())
-        if link is None:
-            link = ProcessLink(agent_command(name, starter, len(source)), starter)
-        self.link = link
-        self.pid = link.pid  # of the starter's command, where the agent is elsewhere
+        if link is not None:
+            link.announce_agent(len(source))
+        self.link = link or ProcessLink(agent_command(name, starter), starter)
+        self.pid = self.link.pid  # of the starter's command, where the agent is elsewhere
         self._write(source)
 
     # -- descriptors -----------------------------------------------------------------------
@@ -105,11 +101,6 @@ class HostAgent:
     def remote(self) -> bool:
         """Whether it may be on another machine."""
         return self.link.remote
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether we have ended the connection because it did not answer."""
-        return bool(self._given_up)
 
     @property
     def cores(self) -> int:
@@ -162,22 +153,18 @@ class HostAgent:
     def explain_end(self, code: int) -> str:
         """Return why the agent has ended, for people; `code` is its exit code."""
         said = self.last_words
-        if self._given_up:
-            return f"{self._given_up}:\n{said}" if said else self._given_up
+        if self.given_up:
+            return f"{self.given_up}:\n{said}" if said else self.given_up
         said = said or f"{self.link.describe_end(code)} and no message"
         return f"\n{said}" if "\n" in said else said
 
     def describe_end(self, code: int) -> str:
         """Return the way in which the agent has ended, without what it said last."""
-        return self._given_up or self.link.describe_end(code)
+        return self.given_up or self.link.describe_end(code)
 
     # -- commands --------------------------------------------------------------------------
 
-    def start(
-        self,
-        workers: Sequence[WorkerSpec],
-        env: Mapping[str, str],
-    ) -> None:
+    def start(self, workers: Sequence[WorkerSpec], env: Mapping[str, str]) -> None:
         """Start workers.
 
         Args:
@@ -186,12 +173,10 @@ class HostAgent:
         """
         described = [
             {
-                "id": worker.id,
+                **vars(worker),
                 "argv": [_text(each) for each in worker.argv],
                 "env": _texts(worker.env),
                 "cwd": _text(worker.cwd),
-                "bind": worker.bind,
-                "input": worker.input,
             }
             for worker in workers
         ]
@@ -214,11 +199,11 @@ class HostAgent:
 
     def probe(self, request: Mapping[str, Any]) -> None:
         """Ask which addresses the host can reach (see `probe`); "probed" is the answer."""
-        self._command({"probe": {**request, "modules": _packed("probe")}})
+        self._command({"probe": {**request, "modules": packed_modules("probe")}})
 
     def ask_for_stack(self, worker: int, pid: int) -> None:
         """Ask for a worker's Python stack (see `stack`); the event "stack" is the answer."""
-        self._command({"stack": {"id": worker, "pid": pid, "modules": _packed("stack")}})
+        self._command({"stack": {"id": worker, "pid": pid, "modules": packed_modules("stack")}})
 
     def sweep(self, agent: int, workers: Sequence[int], mark: str) -> None:
         """Let the agent end what another has left on its host: see `local_host.end_leftovers`."""
@@ -228,6 +213,20 @@ class HostAgent:
         """Start no more workers; the agent then ends when none is left."""
         self.is_dismissed = True
         self._command({"close": True})
+
+    def dismiss(self, grace: float | None = None, interrupt: bool = False) -> None:
+        """Let the agent end, or give up a host that has not answered yet.
+
+        Args:
+            grace: Seconds for its workers to end; by default they end by themselves.
+            interrupt: Whether they get SIGINT first: see `stop`.
+        """
+        if self.hello is None and self.remote and not self.is_dismissed:
+            self.abandon()
+            return
+        if grace is not None:
+            self.stop(grace, interrupt=interrupt)
+        self.finish()
 
     def flush(self) -> None:
         """Write as many commands as the pipe takes.
@@ -257,7 +256,7 @@ class HostAgent:
 
     def give_up(self, why: str) -> None:
         """Abandon a host; `explain_end` then gives this reason."""
-        self._given_up = why
+        self.given_up = why
         self.abandon()
 
     def _command(self, command: dict[str, Any]) -> None:
@@ -266,42 +265,6 @@ class HostAgent:
     def _write(self, data: bytes) -> None:
         self._commands.append(memoryview(data))
         self.flush()
-
-
-def agent_command(name: str, starter: Starter | None, length: int | None = None) -> list[str]:
-    """Return the command to execute here for an agent on a host; its source follows on stdin.
-
-    The Python program has no character that is special to a shell inside single quotes.
-    """
-    length = len(agent_source(0)) if length is None else length
-    python = [sys.executable, *agent_arguments(length)]
-    return starter.command(name, python) if starter else python
-
-
-def agent_arguments(length: int) -> list[str]:
-    """Return Python's arguments for running `agent_source`, whose length this is, from stdin."""
-    program = (
-        f'import _signal,marshal,os,sys;_signal.alarm({_SOURCE_SECONDS});s=b"";'
-        f'exec("while len(s)<{length}:s+=os.read(0,{length}-len(s))or os._exit({NO_INPUT})");'
-        "_signal.alarm(0);"
-        "version,source,code,*arguments=marshal.loads(s);"
-        "exec(marshal.loads(code)if version==sys.version else source);run_agent(*arguments)"
-    )
-    return ["-I", "-S", "-X", "utf8", "-c", program, AGENT_NAME]
-
-
-@functools.cache
-def agent_source(parent: int) -> bytes:
-    """Return the agent's program; ``parent`` is the launcher's pid on the same host, else 0."""
-    version, modules = _packed(*_AGENT_MODULES)
-    _, source, code = modules[0]
-    program: Any = (version, source, code, (version, modules), parent)
-    return marshal.dumps(program, MARSHAL_VERSION)
-
-
-@functools.cache
-def _packed(*names: str) -> Packed:
-    return pack_modules(*(f"horovod.runner.agents.{name}" for name in names))
 
 
 def _text(value: str) -> str:

@@ -29,6 +29,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 _ROUND_TRIPS = 20
@@ -218,20 +219,12 @@ def measure(address: str, port: int, token: bytes, seconds: float, rate: bool) -
 
 def measure_neighbours(request: dict[str, Any], token: bytes) -> dict[str, Any]:
     """Measure the connections to all neighbours at the same time."""
-    found: dict[str, Any] = {}
-
-    def work(name: str, address: str, port: int, rate: bool) -> None:
-        found[name] = measure(address, port, token, request["seconds"], rate)
-
-    threads = [
-        threading.Thread(target=work, args=tuple(each), daemon=True)
-        for each in request["neighbours"]
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor() as pool:
+        futures = {
+            name: pool.submit(measure, address, port, token, request["seconds"], rate)
+            for name, address, port, rate in request["neighbours"]
+        }
+    return {name: future.result() for name, future in futures.items()}
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 from horovod.common.logging import get_logger
 from horovod.common.wire import Session
-from horovod.runner.agents.channel import ChannelLink, LinkChannel
+from horovod.runner.agents.channel import ChannelLink, LinkChannel, unmapped
 from horovod.runner.agents.starters import NODE_VARIABLES, check_name
 from horovod.runner.slots.hosts import Host, is_local
 from horovod.runner.slots.worker_env import HOST_VARIABLES
@@ -52,7 +52,6 @@ class LinkServer(ABC, Generic[Link]):
         self._links: list[Link] = []
         self._pending: dict[LinkChannel, float] = {}  # with the deadlines of their handshakes
         self._closing = False
-        self._paused = False
         self._rejected = 0
         self._wakeup, self._waker = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -111,9 +110,13 @@ class LinkServer(ABC, Generic[Link]):
 
     def _serve(self) -> None:
         while not self._closing:
-            for key, _ in self._selector.select(self._patience()):
+            first = next(iter(self._pending.values()), None)  # the oldest is the first that is late
+            patience = None if first is None else max(0.0, first - time.monotonic())
+            for key, _ in self._selector.select(patience):
                 key.data()
-            self._drop_the_late()
+            now = time.monotonic()
+            for channel in [each for each, until in self._pending.items() if until <= now]:
+                self._drop(channel)
         for channel in list(self._pending):
             self._drop(channel)
         self._listener.close()
@@ -121,19 +124,13 @@ class LinkServer(ABC, Generic[Link]):
         self._wakeup.close()
         self._waker.close()
 
-    def _patience(self) -> float | None:
-        if self._paused:
-            return _ACCEPT_PAUSE
-        return max(0.0, min(self._pending.values()) - time.monotonic()) if self._pending else None
-
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return
         except OSError:  # out of descriptors: others may be closed meanwhile
-            self._selector.unregister(self._listener)
-            self._paused = True
+            time.sleep(_ACCEPT_PAUSE)
             return
         channel = LinkChannel(sock, Session(self._key, server=True, max_frame=_MAX_HELLO))
         self._pending[channel] = time.monotonic() + _HANDSHAKE_SECONDS
@@ -168,14 +165,6 @@ class LinkServer(ABC, Generic[Link]):
                 self._links.append(link)
                 self._lock.notify_all()
 
-    def _drop_the_late(self) -> None:
-        if self._paused:
-            self._paused = False
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        now = time.monotonic()
-        for channel in [each for each, until in self._pending.items() if until <= now]:
-            self._drop(channel)
-
     def _drop(self, channel: LinkChannel) -> None:
         del self._pending[channel]
         self._selector.unregister(channel.socket)
@@ -184,7 +173,7 @@ class LinkServer(ABC, Generic[Link]):
 
 def _peer(channel: LinkChannel) -> str:
     try:
-        return str(channel.socket.getpeername()[0]).removeprefix("::ffff:")
+        return unmapped(channel.socket.getpeername())
     except OSError:
         return "an address that is gone"
 
@@ -197,6 +186,7 @@ class JoinedLink(ChannelLink):
     """The link to a host that has joined."""
 
     own_variables = (*HOST_VARIABLES, *NODE_VARIABLES)
+    connection_ended = "horovodrun --join ended there, or its connection did"
 
     def __init__(self, channel: LinkChannel, name: str, slots: int) -> None:
         super().__init__(channel)
@@ -207,11 +197,6 @@ class JoinedLink(ChannelLink):
     def is_waiting(self) -> bool:
         """Whether the host is there and its agent, if one was started, has not ended."""
         return self._code is None and self.is_alive
-
-    def describe_end(self, code: int) -> str:
-        if self._code is None:
-            return "horovodrun --join ended there, or its connection did"
-        return super().describe_end(code)
 
 
 class JoinServer(LinkServer[JoinedLink]):
@@ -241,19 +226,16 @@ class JoinServer(LinkServer[JoinedLink]):
         check_name(name)
         if not 0 < slots <= _MOST_SLOTS:
             raise ValueError(f"{name} offers {slots} slots")
-        why = self._refusal(name)
+        why = ""
+        if self._expected and name not in self._expected:
+            hosts = ", ".join(self._expected)
+            why = f"{name} is not among the hosts of this job, which are {hosts}"
+        elif name in self.waiting():
+            why = f"there is a host {name} in this job already; say another name with -H"
         if why:
             channel.send({"end": "refused", "why": why})
             raise ValueError(why)
         return JoinedLink(channel, name, self._expected.get(name) or slots)
-
-    def _refusal(self, name: str) -> str:
-        if self._expected and name not in self._expected:
-            hosts = ", ".join(self._expected)
-            return f"{name} is not among the hosts of this job, which are {hosts}"
-        if name in self.waiting():
-            return f"there is a host {name} in this job already; say another name with -H"
-        return ""
 
     def waiting(self) -> dict[str, JoinedLink]:
         """Return the hosts that are here, by name, in the order in which they came."""

@@ -183,6 +183,24 @@ def find_descendants(ancestor: int) -> list[int]:
     """
     children: dict[int, list[int]] = {}
     sessions: dict[int, int] = {}
+    for pid, parent, session in _processes():
+        children.setdefault(parent, []).append(pid)
+        sessions[pid] = session
+    found: list[int] = []
+    level = [(os.getpid(), os.getpid() == ancestor)]
+    while level:
+        level = [
+            (pid, inside or pid == ancestor or sessions[pid] == ancestor)
+            for parent, inside in level
+            for pid in children.get(parent, ())
+        ]
+        found += [pid for pid, inside in level if inside]
+    return found
+
+
+def _processes() -> list[tuple[int, int, int]]:
+    """Return pid, parent and session of each process of this host; nothing without /proc."""
+    found = []
     try:
         names = os.listdir("/proc")
     except OSError:
@@ -195,17 +213,7 @@ def find_descendants(ancestor: int) -> list[int]:
                     fields = file.read().rpartition(b")")[2].split()
             except OSError:
                 continue
-            children.setdefault(int(fields[1]), []).append(int(name))
-            sessions[int(name)] = int(fields[3])
-    found: list[int] = []
-    level = [(os.getpid(), os.getpid() == ancestor)]
-    while level:
-        level = [
-            (pid, inside or pid == ancestor or sessions[pid] == ancestor)
-            for parent, inside in level
-            for pid in children.get(parent, ())
-        ]
-        found += [pid for pid, inside in level if inside]
+            found.append((int(name), int(fields[1]), int(fields[3])))
     return found
 
 
@@ -225,10 +233,10 @@ def end_leftovers(agent: int, workers: Iterable[int], mark: str, grace: float) -
     left = _find_sessions(leaders, mark)
     signal_all(left, _SIGTERM)
     deadline = time.monotonic() + grace
-    while time.monotonic() < deadline and (left or _is_agent(agent)):
+    while time.monotonic() < deadline and (left or AGENT_NAME in _words(agent, "cmdline")):
         time.sleep(_LOOK_SECONDS)
         left = _find_sessions(leaders, mark)
-    if _is_agent(agent):
+    if AGENT_NAME in _words(agent, "cmdline"):
         signal_all([agent], _SIGKILL)
     while left and time.monotonic() < deadline + grace:  # one may hang in the kernel
         signal_all(left, _SIGKILL)
@@ -236,24 +244,10 @@ def end_leftovers(agent: int, workers: Iterable[int], mark: str, grace: float) -
         left = _find_sessions(leaders, mark)
 
 
-def _is_agent(pid: int) -> bool:
-    """Return whether a process is an agent."""
-    return AGENT_NAME in _words(pid, "cmdline")
-
-
 def _find_sessions(leaders: Container[int], mark: str) -> list[int]:
     """Return the processes of these sessions that have the variable `mark`."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    session = int(file.read().rpartition(b")")[2].split()[3])
-            except OSError:
-                continue
-            if session in leaders and mark in _words(int(name), "environ"):
-                found.append(int(name))
-    return found
+    inside = [pid for pid, _, session in _processes() if session in leaders]
+    return [pid for pid in inside if mark in _words(pid, "environ")]
 
 
 def _words(pid: int, name: str) -> list[str]:

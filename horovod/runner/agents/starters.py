@@ -1,27 +1,34 @@
 """The commands that start an agent on another host: ssh, srun, or a command of the user's.
 
 `make_starter` chooses a `Starter`, and `host_agent` runs its command. Each starter runs a program
-on the host and passes on its stdin, stdout and stderr, over which the agent gets its source and its
-commands. Hosts that start their agent themselves need no starter: see `link_server`.
+on the host and passes on its stdin, stdout and stderr, over which the agent gets its source
+(`agent_source`) and its commands. Hosts that start their agent themselves need no starter: see
+`link_server`.
 
-An `AgentLink` is the line between the launcher and an agent. The one here, `ProcessLink`, is pipes
-to a child process: the agent itself, or the command that leads to it. Hosts that connect by
-themselves have a `channel.ChannelLink`.
+A `ProcessLink` is the line between the launcher and an agent: pipes to a child process, which is
+the agent itself or the command that leads to it. For hosts that connect by themselves a
+`channel.ChannelLink` has the same methods.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import marshal
 import math
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
+from horovod.runner.agents.agent_streams import MARSHAL_VERSION
+from horovod.runner.agents.bootstrap import Packed, pack_modules
+from horovod.runner.agents.local_host import AGENT_NAME
 from horovod.runner.slots.allocation import slurm_groups
 from horovod.runner.slots.worker_env import HOST_VARIABLES
 
@@ -154,6 +161,8 @@ class Srun(Starter):
 
     def command(self, host: str, program: Sequence[str]) -> list[str]:
         check_name(host)
+        found = enumerate(slurm_groups(self.environ))
+        groups = [n for n, hosts in found if host in {each.name for each in hosts}]
         return [
             shutil.which("srun", path=self.environ.get("PATH")) or "srun",
             "--quiet",
@@ -161,7 +170,8 @@ class Srun(Starter):
             "--nodes=1",
             "--ntasks=1",
             f"--nodelist={host}",
-            *self._group(host),
+            # Without it srun looks for the node in the first group of a heterogeneous job only.
+            *(f"--het-group={number}" for number in groups[:1]),
             "--cpu-bind=none",
             "--mpi=none",
             "--export=ALL",
@@ -169,23 +179,8 @@ class Srun(Starter):
             *program,
         ]
 
-    def _group(self, host: str) -> list[str]:
-        """Return the option that names the host's group in a heterogeneous job.
-
-        Without it srun looks for the node in the first group only.
-        """
-        groups = slurm_groups(self.environ)
-        found = [n for n, hosts in enumerate(groups) if host in {each.name for each in hosts}]
-        return [f"--het-group={number}" for number in found[:1]]
-
     def environment(self) -> dict[str, str]:
         return {name: value for name, value in self.environ.items() if name not in _SHAPES}
-
-
-def is_allocation(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is in a Slurm job, from which srun can start steps."""
-    has_srun = shutil.which("srun", path=environ.get("PATH")) is not None
-    return bool(environ.get("SLURM_JOB_ID")) and has_srun
 
 
 def make_starter(
@@ -202,7 +197,8 @@ def make_starter(
     if options.start_command is not None:
         return CommandStarter(options.start_command)
     wants_ssh = options.ssh_port is not None or options.ssh_identity_file is not None
-    if is_allocation(environ) and not wants_ssh:
+    is_slurm_job = environ.get("SLURM_JOB_ID") and shutil.which("srun", path=environ.get("PATH"))
+    if is_slurm_job and not wants_ssh:
         return Srun(environ)
     return Ssh(options.ssh_port, options.ssh_identity_file, timeout)
 
@@ -213,153 +209,154 @@ _STARTER_PATIENCE = 5.0
 NO_INPUT = 93
 """Exit status of an agent whose source did not come."""
 
+_SOURCE_SECONDS = 120
+"""How long an agent waits for its source. The launcher's machine may have lost its power, and the
+connection, such as sshd's, notices that only when something is sent."""
 
-class AgentLink(Protocol):
-    """The line to an agent.
+_AGENT_MODULES = ("bootstrap", "local_host", "agent_streams", "agent")
 
-    It never blocks: `read`, `read_errors` and `write` raise `BlockingIOError` instead.
+
+def agent_command(name: str, starter: Starter | None) -> list[str]:
+    """Return the command to execute here for an agent on a host; its source follows on stdin.
+
+    The Python program has no character that is special to a shell inside single quotes.
+    """
+    source = agent_source(0 if starter else os.getpid())
+    python = [sys.executable, *agent_arguments(len(source))]
+    return starter.command(name, python) if starter else python
+
+
+def agent_arguments(length: int) -> list[str]:
+    """Return Python's arguments for running `agent_source`, whose length this is, from stdin."""
+    program = (
+        f'import _signal,marshal,os,sys;_signal.alarm({_SOURCE_SECONDS});s=b"";'
+        f'exec("while len(s)<{length}:s+=os.read(0,{length}-len(s))or os._exit({NO_INPUT})");'
+        "_signal.alarm(0);"
+        "version,source,code,*arguments=marshal.loads(s);"
+        "exec(marshal.loads(code)if version==sys.version else source);run_agent(*arguments)"
+    )
+    return ["-I", "-S", "-X", "utf8", "-c", program, AGENT_NAME]
+
+
+@functools.cache
+def agent_source(parent: int) -> bytes:
+    """Return the agent's program; ``parent`` is the launcher's pid on the same host, else 0."""
+    version, modules = packed_modules(*_AGENT_MODULES)
+    _, source, code = modules[0]
+    program: Any = (version, source, code, (version, modules), parent)
+    return marshal.dumps(program, MARSHAL_VERSION)
+
+
+@functools.cache
+def packed_modules(*names: str) -> Packed:
+    """Return modules of this folder as `bootstrap.load_modules` takes them."""
+    return pack_modules(*(f"horovod.runner.agents.{name}" for name in names))
+
+
+class ProcessLink:
+    """Pipes to a child process.
+
+    A link never blocks: `read`, `read_errors` and `write` raise `BlockingIOError` instead.
     """
 
-    remote: bool
-    """Whether the agent may be on another machine, where its processes cannot be signalled."""
+    unsent = False  # whether bytes that `write` took are still unsent
+    ends = ("", "")  # addresses of launcher and host; the agent reports what ssh or Slurm says
 
-    own_variables: Sequence[str] | None
-    """Variables that workers take from their host's own environment. None stands for all; the job's
-    key is then among them."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        starter: Starter | None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the process.
 
-    pid: int
+        Args:
+            command: The command to execute.
+            starter: What leads to another machine; None if the process is the agent itself.
+            env: The agent's environment without a starter; by default this process's own.
+
+        Raises:
+            OSError: If the process cannot be started.
+        """
+        self.remote = starter is not None
+        """Whether the agent may be on another machine, where its processes cannot be signalled."""
+        self.own_variables: Sequence[str] | None = starter.own_variables if starter else ()
+        """Variables that workers take from their host's own environment. None stands for all; the
+        job's key is then among them."""
+        self._name = starter.name if starter else "the agent"
+        self.process = subprocess.Popen(
+            command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=starter.environment() if starter else env,
+            start_new_session=True,  # Ctrl-C, or a batch system's signal, is for us alone
+        )
+        self.pid = self.process.pid
+        pipes = (self.process.stdin, self.process.stdout, self.process.stderr)
+        self.pipes = [pipe for pipe in pipes if pipe is not None]
+        for pipe in self.pipes:
+            os.set_blocking(pipe.fileno(), False)
 
     @property
     def input_fd(self) -> int:
         """A descriptor that is writable when `write` or `flush` can go on."""
+        return self.pipes[0].fileno()
 
     @property
     def output_fd(self) -> int:
         """A descriptor, other than `input_fd`, that is readable when `read` has something."""
+        return self.pipes[1].fileno()
 
     @property
-    def errors_fd(self) -> int | None:
-        """A descriptor that is readable when `read_errors` has something.
-
-        None where `read` brings the errors too.
-        """
-
-    @property
-    def unsent(self) -> bool:
-        """Whether bytes that `write` took are still unsent."""
-
-    @property
-    def ends(self) -> tuple[str, str]:
-        """The addresses of both ends of the connection, launcher first; empty if unknown."""
+    def errors_fd(self) -> int:
+        """A descriptor that is readable when `read_errors` has something; None if `read` tells."""
+        return self.pipes[2].fileno()
 
     def write(self, data: memoryview) -> int:
         """Send some of the data, and return how many bytes were taken."""
+        return os.write(self.input_fd, data)
 
     def flush(self) -> None:
         """Send bytes that are still unsent."""
 
     def read(self) -> bytes:
         """Return bytes from the agent; none at its end."""
-
-    def read_errors(self) -> bytes:
-        """Return error text from the agent or the command that leads to it; none at the end."""
-
-    def abandon(self) -> None:
-        """Give the agent up; `read` then comes to an end."""
-
-    def release(self) -> None:
-        """Close our side. An agent that still runs then ends its workers, and itself."""
-
-    def wait(self) -> int:
-        """Wait for the end after `release`; return an exit code, negative for signals."""
-
-    def describe_end(self, code: int) -> str:
-        """Return words for people about a link that ended by itself with this code."""
-
-
-class ProcessLink:
-    """Pipes to a child process."""
-
-    unsent = False
-    ends = ("", "")  # unknown here; the agent reports what ssh or Slurm says
-
-    def __init__(self, command: Sequence[str], starter: Starter | None) -> None:
-        """Start the process.
-
-        Args:
-            command: The command to execute.
-            starter: What leads to another machine; None if the process is the agent itself.
-
-        Raises:
-            OSError: If the process cannot be started.
-        """
-        self.remote = starter is not None
-        self.own_variables: Sequence[str] | None = starter.own_variables if starter else ()
-        self._name = starter.name if starter else "the agent"
-        self._process = subprocess.Popen(
-            command,
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=starter.environment() if starter else None,
-            start_new_session=True,  # Ctrl-C in the terminal is for the launcher alone
-        )
-        self.pid = self._process.pid
-        for fd in (self.input_fd, self.output_fd, self.errors_fd):
-            os.set_blocking(fd, False)
-
-    @property
-    def input_fd(self) -> int:
-        assert self._process.stdin is not None
-        return self._process.stdin.fileno()
-
-    @property
-    def output_fd(self) -> int:
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
-
-    @property
-    def errors_fd(self) -> int:
-        assert self._process.stderr is not None
-        return self._process.stderr.fileno()
-
-    def write(self, data: memoryview) -> int:
-        return os.write(self.input_fd, data)
-
-    def flush(self) -> None:
-        pass
-
-    def read(self) -> bytes:
         return os.read(self.output_fd, _CHUNK)
 
     def read_errors(self) -> bytes:
+        """Return error text from the agent or the command that leads to it; none at the end."""
         return os.read(self.errors_fd, _CHUNK)
 
     def abandon(self) -> None:
-        if self._process.poll() is None:
+        """Give the agent up; `read` then comes to an end."""
+        if self.process.poll() is None:
             if self.remote:
-                self._process.terminate()
+                self.process.terminate()
             else:
-                self._process.kill()  # the agent itself, which may be stopped
+                self.process.kill()  # the agent itself, which may be stopped
 
     def release(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            assert pipe is not None
+        """Close our side. An agent that still runs then ends its workers, and itself."""
+        for pipe in self.pipes:
             pipe.close()
 
     def wait(self) -> int:
+        """Wait for the end after `release`; return an exit code, negative for signals."""
         try:
-            return self._process.wait(_STARTER_PATIENCE if self.remote else None)
+            return self.process.wait(_STARTER_PATIENCE if self.remote else None)
         except subprocess.TimeoutExpired:
-            self._process.kill()  # the agent ends by itself when it loses us
-            return self._process.wait()
+            self.process.kill()  # the agent ends by itself when it loses us
+            return self.process.wait()
 
     def describe_end(self, code: int) -> str:
+        """Return words for people about a link that ended by itself with this code."""
+        ended = f"{self._name} ended with exit code {code}"
         if code == NO_INPUT:
             return (
                 f"{self._name} does not pass its stdin on to the host, over which the agent there "
                 f"gets its orders (kubectl exec does with -i); horovodrun --listen and --join need "
-                f"none. {self._name} ended with exit code {code}"
+                f"none. {ended}"
             )
-        return f"{self._name} ended with exit code {code}"
+        return ended

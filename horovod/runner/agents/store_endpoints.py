@@ -137,7 +137,9 @@ def addresses_towards(name: str, ends: tuple[str, str], nics: Sequence[str]) -> 
     # Behind a jump host or a translating router, the address that the host sees is not one of ours.
     sources = map(source_towards, [theirs] if theirs else resolve(name))
     found = list(dict.fromkeys(each for each in sources if each and not is_loopback(each)))
-    return found or ([] if theirs else own_addresses())
+    if not found and not theirs:
+        found = [interface_address(nic) for nic in own_interfaces()]
+    return [address for address in found if address and not is_loopback(address)]
 
 
 def connection_ends(agent: HostAgent) -> tuple[str, str]:
@@ -163,11 +165,14 @@ def describe_problem(answer: Mapping[str, Any], nics: Sequence[str], option: str
         The part of a sentence after the name of the host; empty if the host can take part.
     """
     if answer["endpoint"] is None:
+        tried = ", ".join(
+            f"{f'[{address}]' if ':' in address else address}:{port} ({reason})"
+            for address, port, reason in answer["failures"]
+        )
         return (
-            f"cannot connect to this machine, where the ranks are to meet: tried "
-            f"{_describe_failures(answer['failures'])}. Let hosts connect to ports of this machine "
-            f"(its firewall, or one in between), or say which network interface leads to them with "
-            f"{option}"
+            f"cannot connect to this machine, where the ranks are to meet: tried {tried}. Let "
+            f"hosts connect to ports of this machine (its firewall, or one in between), or say "
+            f"which network interface leads to them with {option}"
         )
     if nics and not answer["nics"]:
         return _describe_missing(nics, answer["interfaces"], option)
@@ -193,17 +198,3 @@ def _describe_missing(nics: Sequence[str], interfaces: Sequence[str], option: st
 
 def own_interfaces() -> list[str]:
     return [name for _, name in socket.if_nameindex()]
-
-
-def own_addresses() -> list[str]:
-    """Return the IPv4 addresses of this machine at which others may reach it."""
-    found = [interface_address(name) for name in own_interfaces()]
-    return [address for address in found if address and not is_loopback(address)]
-
-
-def _describe_failures(failures: Sequence[Sequence[Any]]) -> str:
-    """Return a list of ``address:port (reason)`` for people."""
-    return ", ".join(
-        f"{f'[{address}]' if ':' in address else address}:{port} ({reason})"
-        for address, port, reason in failures
-    )

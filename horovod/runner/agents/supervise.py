@@ -73,10 +73,8 @@ class Handler(Protocol):
     def lost(self, agent: HostAgent, code: int) -> None:
         """React to an agent, or a connection to it, that ended although we did not tell it to.
 
-        Args:
-            agent: The agent. ``agent.finished`` is true if somebody else, such as a batch system,
-                told it to end and it has left nothing behind.
-            code: Its exit code.
+        ``agent.finished`` is true if somebody else, such as a batch system, told it to end and it
+        has left nothing behind. ``code`` is its exit code.
         """
 
 
@@ -122,10 +120,11 @@ class Supervisor:
         """Watch this agent from now on."""
         self._agents.append(agent)
         self.watch(agent.link.output_fd, lambda: self._take(agent))
-        if agent.link.errors_fd is not None:
-            self.watch(agent.link.errors_fd, lambda: self._take_errors(agent))
+        errors_fd = agent.link.errors_fd
+        if errors_fd is not None:
+            self.watch(errors_fd, lambda: self._take_errors(agent, errors_fd))
         if self.signals:  # one came while this agent was being started
-            self._stop_agent(agent, INTERRUPT_GRACE, self._is_interrupted)
+            agent.dismiss(INTERRUPT_GRACE, self._is_interrupted)
 
     def watch(self, fd: int, callback: Callable[[], object]) -> None:
         """Call ``callback`` whenever the descriptor is readable."""
@@ -144,7 +143,7 @@ class Supervisor:
         if not self.stopping:
             self.stopping = True
             for agent in self._agents:
-                self._stop_agent(agent, grace)
+                agent.dismiss(grace)
 
     def run(self, handler: Handler) -> None:
         """Run the loop until all agents have ended.
@@ -158,9 +157,12 @@ class Supervisor:
         with self._signals_wake_us():
             while self._agents or (self.awaits_agents and not self.stopping and not self.signals):
                 self._mind_unsent_commands()
-                for key, _ in self._selector.select(self._patience()):
+                # There always is a timer: the next look for silent agents.
+                patience = self._timers[0][0] - time.monotonic()
+                for key, _ in self._selector.select(max(0.0, patience)):
                     key.data()
-                self._call_due()
+                while self._timers[0][0] <= time.monotonic():
+                    heapq.heappop(self._timers)[2]()
                 if self.console.broken:
                     self.stop(FAILURE_GRACE)
         self._outputs.finish()
@@ -240,10 +242,8 @@ class Supervisor:
             self._notes.add(text)
             self.console.say(text)
 
-    def _take_errors(self, agent: HostAgent) -> None:
+    def _take_errors(self, agent: HostAgent, fd: int) -> None:
         if agent in self._agents and not agent.read_errors():
-            fd = agent.link.errors_fd
-            assert fd is not None, "only an existing descriptor is watched"
             self.unwatch(fd)
 
     def _remove(self, agent: HostAgent, finished: bool) -> None:
@@ -258,13 +258,6 @@ class Supervisor:
         code = agent.link.wait()
         if not finished or not agent.is_dismissed:
             self._handler.lost(agent, code)
-
-    def _stop_agent(self, agent: HostAgent, grace: float, interrupt: bool = False) -> None:
-        if agent.hello is None and agent.remote and not agent.is_dismissed:
-            agent.abandon()
-        else:
-            agent.stop(grace, interrupt=interrupt)
-            agent.finish()
 
     @property
     def _is_interrupted(self) -> bool:
@@ -290,15 +283,6 @@ class Supervisor:
         except (OSError, ValueError):  # an ordinary file cannot be waited for: read it at once
             while pass_on():
                 pass
-
-    # -- timers ----------------------------------------------------------------------------
-
-    def _patience(self) -> float | None:
-        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
-
-    def _call_due(self) -> None:
-        while self._timers and self._timers[0][0] <= time.monotonic():
-            heapq.heappop(self._timers)[2]()
 
     # -- signals ---------------------------------------------------------------------------
 
@@ -341,9 +325,9 @@ class Supervisor:
         self._outputs.interrupted = self._is_interrupted
         for agent in list(self._agents):
             if len(self.signals) == 1:
-                self._stop_agent(agent, INTERRUPT_GRACE, self._is_interrupted)
+                agent.dismiss(INTERRUPT_GRACE, self._is_interrupted)
             else:
-                self._stop_agent(agent, 0)
+                agent.dismiss(0)
 
     def _announce(self, wakeup: socket.socket) -> None:
         wakeup.recv(64)

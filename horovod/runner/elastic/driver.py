@@ -16,9 +16,8 @@ from typing import Any
 
 from horovod.common.generations.loss_note import read_note
 from horovod.observe.reports.amounts import count_of
-from horovod.runner.agents.controller import JobController, JobPolicy
+from horovod.runner.agents.controller import HostSet, JobController, JobPolicy
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.host_set import HostSet
 from horovod.runner.agents.supervise import FAILURE_GRACE
 from horovod.runner.elastic import policy, termination
 from horovod.runner.elastic.discovery import HostManager
@@ -86,7 +85,7 @@ class Driver(JobPolicy):
         self._decisions = DecisionLog(self._state, self._store)
         self._failures = Failures(self._state, hosts, manager, status)
         self._liveness = Liveness(
-            limits, self._state, self._failures, job.call_later, self._reconcile
+            limits, self._state, self._failures, self._supervisor.call_later, self._reconcile
         )
         self._inbox = Inbox(
             self._state,
@@ -311,4 +310,4 @@ class Driver(JobPolicy):
         self.blamed_worker = None if ending.failure is None else ending.failure.worker
         if ending.problem or ending.failure or self._state.alive:
             self._decisions.announce_the_end()
-        self._job.stop(FAILURE_GRACE)
+        self._supervisor.stop(FAILURE_GRACE)

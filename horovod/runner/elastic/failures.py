@@ -11,8 +11,8 @@ from typing import Any
 
 from horovod.common.generations.decisions import DRIVER_LOST
 from horovod.observe.reports.amounts import count_of
+from horovod.runner.agents.controller import HostSet
 from horovod.runner.agents.host_agent import HostAgent
-from horovod.runner.agents.host_set import HostSet
 from horovod.runner.elastic.discovery import HostManager
 from horovod.runner.elastic.job_state import JobState, Process
 from horovod.runner.output.watcher import Status

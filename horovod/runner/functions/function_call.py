@@ -134,7 +134,9 @@ def as_runtime_error(error: Exception) -> Exception:
         reduced: Any = error.__reduce__()
         _, arguments, *rest = reduced
         made: Exception = kind.__new__(kind, *arguments)
-        _built_in(theirs).__init__(made, *arguments)
+        # The built-in base class, whose `__init__` sets what Python keeps in an exception.
+        built_in = next(each for each in theirs.__mro__ if each.__module__ == "builtins")
+        built_in.__init__(made, *arguments)
         made.args = error.args
         for name, value in (rest[0] if rest and rest[0] else vars(error)).items():
             setattr(made, name, value)
@@ -154,8 +156,3 @@ def _both(kind: Any) -> Any:
         "__reduce__": lambda self: self._original.__reduce__(),  # others get the original
     }
     return type(kind.__name__, bases, {**names, **methods})
-
-
-def _built_in(kind: type[Exception]) -> Any:
-    """Return the built-in base class, whose `__init__` sets what Python keeps in an exception."""
-    return next(each for each in kind.__mro__ if each.__module__ == "builtins")

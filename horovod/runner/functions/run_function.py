@@ -195,13 +195,15 @@ def call_function(
     store = MemoryStore()
     put(store, CALL, call)
     store.set(SEARCH_PATH, json.dumps(search_path()).encode())
-    env = {**os.environ, "PYTHONPATH": _python_path()}
+    # Workers find this Horovod, whatever is installed there.
+    folders = filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH")])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     try:
         controller = controllers.choose(options, env)
         if controller == controllers.GLOO:
             name = getattr(func, "__qualname__", "") or type(func).__name__
             outcome = run_job(options, options.command, env=env, store=store, title=name)
-            raise_failures(store, outcome)
+            raise_outcome(failures(store), outcome)
         else:
             _run_elsewhere(controller, options, env, store)
     except LaunchError as error:
@@ -271,11 +273,6 @@ def _address(request: JobRequest) -> str:
     return LOOPBACK
 
 
-def raise_failures(store: MemoryStore, outcome: Outcome) -> None:
-    """Raise the failure of a job, if there is one; its workers have reported to the store."""
-    raise_outcome(failures(store), outcome)
-
-
 def raise_outcome(reported: Sequence[Failure], outcome: Outcome) -> None:
     """Raise the failure of a job; do nothing if it succeeded.
 
@@ -302,26 +299,13 @@ def raise_first(reported: Sequence[Failure]) -> None:
         where = f"{who} on {failure.host} (pid {failure.pid})"
         message = f"{where}: {failure.problem}\n\n{failure.traceback}".rstrip()
         remote = RemoteError(with_known_sentence(message), failure.rank, failure.traceback)
-        error = _unpickled(failure)
-        if error is None:
+        try:
+            error = cloudpickle.loads(failure.error) if failure.error is not None else None
+        except Exception:  # its class may not be here
+            error = None
+        if not isinstance(error, Exception):
             raise remote
         error = as_runtime_error(error)
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(f"raised on {where}")
         raise error from remote
-
-
-def _unpickled(failure: Failure) -> Exception | None:
-    if failure.error is None:
-        return None
-    try:
-        error = cloudpickle.loads(failure.error)
-    except Exception:  # its class may not be here
-        return None
-    return error if isinstance(error, Exception) else None
-
-
-def _python_path() -> str:
-    """Return a PYTHONPATH with which workers find this Horovod, whatever is installed there."""
-    existing = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join(filter(None, [_PACKAGE_PARENT, existing]))

@@ -37,7 +37,8 @@ from horovod.runner.functions.function_call import (
 def main() -> int:
     """Call the function, and return the exit status: 1 if it failed and that was reported."""
     store = launchers_store(os.environ).connect(Config.from_env().start_timeout)
-    extend_search_path(json.loads(store.get(SEARCH_PATH, 0.0)))
+    callers = json.loads(store.get(SEARCH_PATH, 0.0))  # the caller's folders, in the same order
+    sys.path[:] = [*callers, *(folder for folder in sys.path if folder not in callers)]
     call = read(store, CALL)
     if call is None:
         print("this program is for horovod.run, which gives it a function", file=sys.stderr)
@@ -63,11 +64,6 @@ def main() -> int:
     return 0
 
 
-def extend_search_path(callers: list[str]) -> None:
-    """Make the caller's modules importable here, with its folders in the same order."""
-    sys.path[:] = [*callers, *(folder for folder in sys.path if folder not in callers)]
-
-
 def rank(store: Store) -> int | None:
     """Return this worker's rank; in an elastic job that of the newest decision, or None.
 
@@ -87,11 +83,8 @@ def _report(store: Store, problem: str, error: BaseException | None) -> None:
     text = format_error(error) if error is not None else traceback.format_exc()
     sys.stderr.write(text)
     content = None if error is None else pickled(error)
-    victim = is_because_of_others(error)
-    put_failure(
-        store,
-        Failure(rank(store), socket.gethostname(), os.getpid(), problem, text, content, victim),
-    )
+    host, victim = socket.gethostname(), is_because_of_others(error)
+    put_failure(store, Failure(rank(store), host, os.getpid(), problem, text, content, victim))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from horovod.observe.reports.amounts import align_columns, join_words
 _CLOCK_SECONDS = 0.5  # beyond which logs and timelines of several hosts no longer fit together
 _SLOW_LINK = 0.25  # share of the median rate of all links
 
-_NEVER_ASKED: Mapping[str, Any] = {}
-
 
 @dataclass
 class HostReport:
@@ -55,14 +53,15 @@ def find_problems(
         wanted: The files that the command needs.
     """
     asked = [host for host in hosts if host.facts]
-    found = [HostProblem(host.trouble) for host in hosts if host.trouble]
-    found += _versions(asked)
-    found += _ports(hosts)
-    found += _folders(asked, content, wanted)
-    found += _devices(asked)
-    found += _clocks(asked)
-    found += _slow_links(asked)
-    return found
+    return [
+        *(HostProblem(host.trouble) for host in hosts if host.trouble),
+        *_versions(asked),
+        *_ports(hosts),
+        *_folders(asked, content, wanted),
+        *_devices(asked),
+        *_clocks(asked),
+        *_slow_links(asked),
+    ]
 
 
 def _versions(hosts: Sequence[HostReport]) -> Iterable[HostProblem]:
@@ -215,22 +214,21 @@ def make_table(hosts: Sequence[HostReport], content: str, width: int | None = No
 
     If it is wider than the terminal, what all hosts have in common is in a line below instead.
     """
-    following = _following(hosts)
     columns: list[tuple[str, Callable[[HostReport], str]]] = [
         ("host", lambda host: host.name),
         ("reached", lambda host: "no" if not host.facts else host.way),
-        ("Python", lambda host: _fact(host, "python")),
-        ("torch", lambda host: _fact(host, "torch") or "none"),
-        ("Horovod", lambda host: _fact(host, "horovod") or "none"),
-        ("NCCL", lambda host: _fact(host, "nccl")),
-        ("driver", lambda host: _fact(host, "driver")),
-        ("GPUs", lambda host: describe_gpus(host.facts.get("gpus", ()))),
+        ("Python", lambda host: str(host.facts["python"])),
+        ("torch", lambda host: str(host.facts["torch"] or "none")),
+        ("Horovod", lambda host: str(host.facts["horovod"] or "none")),
+        ("NCCL", lambda host: str(host.facts["nccl"])),
+        ("driver", lambda host: str(host.facts["driver"])),
+        ("GPUs", lambda host: describe_gpus(host.facts["gpus"])),
         ("cores", lambda host: str(host.cores or "")),
-        ("memory", lambda host: _memory(host)),
-        ("clock", lambda host: _clock(host)),
+        ("memory", lambda host: f"{host.facts['memory'] / 2**30:.0f} GiB"),
+        ("clock", _clock),
         ("address", lambda host: f"{host.interface} {host.address}".strip()),
         ("ports", lambda host: _open_ports(host, hosts)),
-        ("to next host", lambda host: _next(host, following)),
+        ("to next host", _next),
         ("folder", lambda host: _folder(host, content)),
     ]
     rows = [
@@ -268,14 +266,6 @@ def describe_gpus(names: Sequence[str]) -> str:
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
-def _fact(host: HostReport, name: str) -> str:
-    return str(host.facts.get(name, ""))
-
-
-def _memory(host: HostReport) -> str:
-    return f"{host.facts['memory'] / 2**30:.0f} GiB"
-
-
 def _clock(host: HostReport) -> str:
     if host.clock is None:
         return ""
@@ -286,7 +276,7 @@ def _clock(host: HostReport) -> str:
 
 def _open_ports(host: HostReport, hosts: Sequence[HostReport]) -> str:
     """Say whether a host reaches its neighbours, and whether they reach it."""
-    outward = [link for link in host.links.values()]
+    outward = host.links.values()
     inward = [other.links[host.name] for other in hosts if host.name in other.links]
     if not outward and not inward:
         return ""
@@ -295,18 +285,12 @@ def _open_ports(host: HostReport, hosts: Sequence[HostReport]) -> str:
     return {2: "both ways", 0: "closed"}.get(len(ways), f"{''.join(ways)} only")
 
 
-def _following(hosts: Sequence[HostReport]) -> dict[str, str]:
-    """Return for each host the neighbour to which the rate was measured."""
-    return {
-        host.name: other for host in hosts for other, link in host.links.items() if "rate" in link
-    }
-
-
-def _next(host: HostReport, following: Mapping[str, str]) -> str:
-    link = host.links.get(following.get(host.name, ""), _NEVER_ASKED)
-    if "rate" not in link:
-        return ""
-    return f"{link['seconds'] * 1e3:.2f} ms, {describe_rate(link['rate'])}"
+def _next(host: HostReport) -> str:
+    """Describe the link to the neighbour to which the rate was measured."""
+    for link in host.links.values():
+        if "rate" in link:
+            return f"{link['seconds'] * 1e3:.2f} ms, {describe_rate(link['rate'])}"
+    return ""
 
 
 def _folder(host: HostReport, content: str) -> str:

@@ -81,13 +81,7 @@ def make_plan(
         LaunchError: If the program is missing, or cannot do what the options ask for.
     """
     # Imported late, because most jobs need neither.
-    from horovod.runner.jobs.mpi_launch import (
-        find_mpi,
-        jsrun_command,
-        make_rankfile,
-        mpirun_command,
-        mpirun_environment,
-    )
+    from horovod.runner.jobs.mpi_launch import jsrun_command, mpirun_command
 
     request = _with_defaults(request)
     if options.attach is not None:
@@ -100,18 +94,15 @@ def make_plan(
             f"argument --cpu-bind: use --binding-args together with --{controller}", status=2
         )
     if options.output_filename and not dry:
-        _make_folder(options.output_filename)
+        try:
+            os.makedirs(options.output_filename, exist_ok=True)
+        except OSError as error:
+            path, why = options.output_filename, error.strerror
+            problem = f"argument --output-filename: cannot write {path!r}: {why}"
+            raise LaunchError(problem, status=2) from None
     if controller == MPI:
-        path, kind = find_mpi(request.env)
-        command = mpirun_command(path, kind, request, options)
-        env = mpirun_environment(kind, request)
-    else:
-        jsrun = shutil.which("jsrun", path=request.env.get("PATH"))
-        if jsrun is None:
-            raise LaunchError("--jsrun needs jsrun, which is not on PATH", status=127)
-        erf = "(a file made when the job starts)" if dry else make_rankfile(jsrun, request)
-        command, env = jsrun_command(jsrun, request, options, erf), dict(request.env)
-    return Plan(command, env)
+        return Plan(*mpirun_command(request, options))
+    return Plan(jsrun_command(request, options, dry=dry), request.env)
 
 
 def describe(plan: Plan) -> str:
@@ -152,12 +143,3 @@ def _with_defaults(request: JobRequest) -> JobRequest:
         # For local jobs only: the number of cores of another host is not known here.
         env["OMP_NUM_THREADS"] = str(threads_per_worker(usable_cores(), len(request.slots)))
     return replace(request, env=env)
-
-
-def _make_folder(path: str) -> None:
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(
-            f"argument --output-filename: cannot write {path!r}: {error.strerror}", status=2
-        ) from None

@@ -45,6 +45,7 @@ class FixedRanks(JobPolicy):
         super().__init__()
         self._request = request
         self._job = job
+        self._supervisor = job.supervisor
         self._hosts = hosts
         self._console = job.console
         self._all_local = False  # whether all agents are on this machine, started by us
@@ -89,7 +90,7 @@ class FixedRanks(JobPolicy):
     def host_failed(self, name: str, problem: LaunchError) -> None:
         self._failed_hosts[name] = problem
         if len(self._failed_hosts) == 1:
-            self._job.call_later(_COMPANY_WINDOW, self._give_up)
+            self._supervisor.call_later(_COMPANY_WINDOW, self._give_up)
         self._start_if_complete()
 
     def _start_if_complete(self) -> None:
@@ -115,10 +116,10 @@ class FixedRanks(JobPolicy):
 
     def _end_for(self, problem: str, status: int = 1) -> None:
         """End the job because of a problem; only the first problem is reported."""
-        if not self.outcome.problem and not self._job.supervisor.signals:
+        if not self.outcome.problem and not self._supervisor.signals:
             self.outcome.problem = problem
             self.outcome.problem_status = status
-        self._job.stop(0.0)
+        self._supervisor.stop(0.0)
 
     def host_lost(self, agent: HostAgent, code: int) -> None:
         own = [slot.rank for slot in self._request.hosts[agent.name]]
@@ -143,7 +144,7 @@ class FixedRanks(JobPolicy):
 
     def _stop_ranks(self) -> None:
         self._stopped_at = time.monotonic()
-        self._job.stop(FAILURE_GRACE)
+        self._supervisor.stop(FAILURE_GRACE)
 
     # -- workers ---------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class FixedRanks(JobPolicy):
             specs = worker_specs(request, agent)
             agent.start(specs, env)
             if request.attach is not None and any(spec.input for spec in specs):
-                self._job.supervisor.attach(agent, request.attach)
+                self._supervisor.attach(agent, request.attach)
             agent.finish()
 
     def started(self, host: str, worker: int, pid: int) -> None:
@@ -178,7 +179,11 @@ class FixedRanks(JobPolicy):
         self._end_for(f"cannot start rank {worker}{self._on(host)}: {problem}", problem.status)
 
     def exited(self, host: str, exits: Sequence[tuple[int, int]]) -> None:
-        batch = [self._exit(rank, code, host) for rank, code in exits]
+        store = self._job.endpoints.store
+        batch = [
+            Exit(rank, self._pids[rank], code, host, read_note(store, str(rank)) if code else None)
+            for rank, code in exits
+        ]
         self.outcome.exits += batch
         self._running -= {one.rank for one in batch}
         self._start.ended |= {one.rank for one in batch}
@@ -188,9 +193,9 @@ class FixedRanks(JobPolicy):
         for one in batch if self._request.verbose else ():
             self._console.say(f"rank {one.rank} ended: {one.describe()}")
         failures = [one for one in batch if one.code != 0]
-        stopping = self._job.supervisor.stopping
+        stopping = self._supervisor.stopping
         # Ranks that end after a signal, or because something else ended the job, are not to blame.
-        if self._job.supervisor.signals or (stopping and not self._cause.failures):
+        if self._supervisor.signals or (stopping and not self._cause.failures):
             return
         # A failure reported later may have happened earlier, unless we have ended that rank.
         self._cause.add(o for o in failures if not (stopping and self._is_ours(o)))
@@ -201,10 +206,6 @@ class FixedRanks(JobPolicy):
         """Return whether we have ended a rank: with SIGTERM, or with SIGKILL if it hung."""
         is_late = time.monotonic() >= self._stopped_at + FAILURE_GRACE
         return -one.code == signal.SIGTERM or (-one.code == signal.SIGKILL and is_late)
-
-    def _exit(self, rank: int, code: int, host: str) -> Exit:
-        because_of = read_note(self._job.endpoints.store, str(rank)) if code else None
-        return Exit(rank, self._pids[rank], code, host, because_of)
 
     def _on(self, host: str) -> str:
         return "" if self._all_local else f" on {host}"
@@ -217,7 +218,7 @@ class FixedRanks(JobPolicy):
             self._end_others()
         elif not self._awaits_cause:
             self._awaits_cause = True
-            self._job.call_later(_CAUSE_PATIENCE, self._end_others)
+            self._supervisor.call_later(_CAUSE_PATIENCE, self._end_others)
 
     def _end_others(self) -> None:
         if self._job.is_ending:
@@ -226,11 +227,11 @@ class FixedRanks(JobPolicy):
         awaited = self._cause.awaited(self._running)
         self._stop_ranks()
         if awaited:  # blame when they have ended; by then those that hang are killed
-            self._job.call_later(FAILURE_GRACE + _BLAME_WINDOW, self._blame)
+            self._supervisor.call_later(FAILURE_GRACE + _BLAME_WINDOW, self._blame)
         elif len(self._request.hosts) == 1:
             self._blame()
         else:
-            self._job.call_later(_BLAME_WINDOW, self._blame)
+            self._supervisor.call_later(_BLAME_WINDOW, self._blame)
 
     def _blame(self) -> None:
         """Decide which of the failures so far is the cause, unless the loss of a host is."""

@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
+import inspect
 import itertools
 import json
 import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 from horovod.common.wire import new_key
+from horovod.runner.agents import host_inspection
 from horovod.runner.agents.agent_set import host_variables
 from horovod.runner.agents.host_agent import HostAgent, start_agent
-from horovod.runner.agents.host_inspection import folder_digest
 from horovod.runner.agents.store_endpoints import StoreEndpoints, describe_problem
 from horovod.runner.agents.supervise import Supervisor, raise_descriptor_limit
 from horovod.runner.jobs.check_report import HostReport, describe, find_problems
@@ -61,18 +61,12 @@ def check_hosts(
         options.start_timeout = _CONNECT_SECONDS
     wanted = _needed_files(options.command)
     python = wanted[:1] if wanted and is_python(wanted[0]) else [""]
-    request = make_request(options, [*python, "-c", _program()], env)
-    content = folder_digest(request.cwd)
+    request = make_request(options, [*python, "-c", inspect.getsource(host_inspection)], env)
+    content = host_inspection.folder_digest(request.cwd)
     reports = {name: HostReport(name, count) for name, count in slots.items()}
-    with ExitStack() as stack:
-        outputs = _Answers(console)
-        endpoints = StoreEndpoints(new_key())
-        stack.callback(endpoints.close)
-        supervisor = Supervisor(console, outputs)
-        stack.callback(supervisor.close)
-        HostCheck(request, reports, wanted, endpoints, supervisor, outputs).run()
-        if supervisor.signals:
-            return "", 128 + supervisor.signals[0]
+    interrupted = HostCheck(request, reports, wanted, console).run()
+    if interrupted:
+        return "", 128 + interrupted
     hosts = list(reports.values())
     problems = find_problems(hosts, content, wanted)
     width = console.width if console.is_terminal else None
@@ -104,25 +98,18 @@ def _needed_files(command: Sequence[str]) -> list[str]:
     return words[:1] + script
 
 
-def _program() -> str:
-    spec = importlib.util.find_spec("horovod.runner.agents.host_inspection")
-    assert spec is not None
-    loader: Any = spec.loader
-    return str(loader.get_source(spec.name))
-
-
 class _Answers(Outputs):
-    """Takes the output of the programs on the hosts: lines of JSON go to `heard`."""
+    """Takes the output of the programs on the hosts, and passes lines of JSON on to `heard`."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, heard: Callable[[int, dict[str, Any]], None]) -> None:
         super().__init__(console, shown=())
-        self.heard: Callable[[int, dict[str, Any]], None] = lambda worker, answer: None
+        self._heard = heard
 
     def take(self, worker: int, stream: str, data: bytes) -> None:
         if stream == "stdout":
             for line in self._streams[worker, stream].splitter.feed(data):
                 if line.text.startswith(b"{"):
-                    self.heard(worker, json.loads(line.text))
+                    self._heard(worker, json.loads(line.text))
         else:
             super().take(worker, stream, data)
 
@@ -135,41 +122,44 @@ class HostCheck:
         request: JobRequest,
         reports: Mapping[str, HostReport],
         wanted: Sequence[str],
-        endpoints: StoreEndpoints,
-        supervisor: Supervisor,
-        outputs: _Answers,
+        console: Console,
     ) -> None:
         self._request = request
         self._reports = reports
         self._wanted = wanted
-        self._endpoints = endpoints
-        self._supervisor = supervisor
-        self._outputs = outputs
+        self._endpoints = StoreEndpoints(new_key())
+        self._outputs = _Answers(console, self._hear)
+        self._supervisor = Supervisor(console, self._outputs)
         self._agents: dict[str, HostAgent] = {}
         self._names = list(reports)  # the name of each worker's host
         self._token = secrets.token_bytes(32)
         self._asked: dict[tuple[str, int], float] = {}  # when each reading of a clock was asked for
         self._awaited: set[str] = set()  # the hosts whose answers the present step needs
         self._following_step: Callable[[], None] = self._probe
-        outputs.heard = self._hear
 
-    def run(self) -> None:
-        """Check all hosts, and write the findings into their reports."""
-        raise_descriptor_limit(7 * len(self._names) + 128)
-        for worker, name in enumerate(self._names):
-            self._outputs.open(worker, worker)
-            way = "this machine" if is_local(name) else self._request.starter.name
-            self._reports[name].way = way
-            try:
-                self._agents[name] = start_agent(name, self._request.starter)
-            except LaunchError as error:
-                self._reports[name].trouble = f"cannot start on {name}: {error}"
-                continue
-            self._supervisor.add(self._agents[name])
-        seconds = self._request.start_timeout
-        self._wait(self._agents, seconds + _SLACK, f"did not answer within {seconds:g} s")
-        if self._agents:
-            self._supervisor.run(self)
+    def run(self) -> int:
+        """Check all hosts, and write the findings into their reports.
+
+        Returns:
+            The signal that ended the check; 0 if none did.
+        """
+        with closing(self._endpoints), closing(self._supervisor):
+            raise_descriptor_limit(7 * len(self._names) + 128)
+            for worker, name in enumerate(self._names):
+                self._outputs.open(worker, worker)
+                way = "this machine" if is_local(name) else self._request.starter.name
+                self._reports[name].way = way
+                try:
+                    self._agents[name] = start_agent(name, self._request.starter)
+                except LaunchError as error:
+                    self._reports[name].trouble = f"cannot start on {name}: {error}"
+                    continue
+                self._supervisor.add(self._agents[name])
+            seconds = self._request.start_timeout
+            self._wait(self._agents, seconds + _SLACK, f"did not answer within {seconds:g} s")
+            if self._agents:
+                self._supervisor.run(self)
+        return next(iter(self._supervisor.signals), 0)
 
     # -- steps: each begins when all hosts have ended the one before, or their time is over --------
 
@@ -204,8 +194,7 @@ class HostCheck:
             if agent.hello is None:
                 agent.abandon()
             else:
-                agent.stop(0.0)
-                agent.finish()
+                agent.dismiss(0.0)
         self._arrived(name)
 
     def _probe(self) -> None:

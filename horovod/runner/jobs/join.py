@@ -21,10 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from horovod.common.joining.launcher_store import SECRET_KEY
 from horovod.common.wire import WireError, decode_key, encode_key, new_key
-from horovod.runner.agents.channel import LinkChannel
+from horovod.runner.agents.channel import LinkChannel, Relay, connect
 from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.link_server import JoinServer
-from horovod.runner.agents.relay import Relay, connect
 from horovod.runner.elastic.discovery import HostDiscovery
 from horovod.runner.options.tunables import settings
 from horovod.runner.output.console import Console
@@ -47,7 +46,7 @@ def run_join(options: argparse.Namespace, environ: Mapping[str, str], console: C
         key = job_secret(options.secret_file, environ, patience=timeout)
     except ValueError as error:
         raise LaunchError(str(error), status=2) from None
-    host = own_host(options, environ)
+    host = _own_host(options, environ)
     while True:
         channel = _connect(address, port, key, timeout)
         try:
@@ -70,7 +69,7 @@ def run_join(options: argparse.Namespace, environ: Mapping[str, str], console: C
             return 0
 
 
-def own_host(options: argparse.Namespace, environ: Mapping[str, str]) -> Host:
+def _own_host(options: argparse.Namespace, environ: Mapping[str, str]) -> Host:
     """Return the name of this machine in the job, and how many processes it offers to run."""
     if options.hosts:
         return Host(options.hosts[0].name, options.hosts[0].slots or 1)
@@ -141,7 +140,7 @@ class JoinedHosts(HostDiscovery):
         if link is None:
             raise ConnectionResetError("horovodrun --join has ended there")
         link.restarts = goes_on
-        return link.start_agent(name)
+        return HostAgent(name, link=link)
 
 
 def job_secret(

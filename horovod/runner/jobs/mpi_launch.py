@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from horovod.runner.agents.starters import Ssh
@@ -74,16 +73,7 @@ def find_mpi(environ: Mapping[str, str] = os.environ) -> tuple[str, Mpi]:
         raise LaunchError(f"--mpi needs mpirun, which is not on PATH; {instead}", status=127)
     path = _outside_root(found)
     try:
-        done = subprocess.run(
-            [path, "--version"],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_VERSION_SECONDS,
-            check=False,
-        )
+        done = _run([path, "--version"], environ, _VERSION_SECONDS)
         said = done.stdout + done.stderr
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} --version failed: {error}; {instead}") from None
@@ -97,6 +87,21 @@ def find_mpi(environ: Mapping[str, str] = os.environ) -> tuple[str, Mpi]:
     )
 
 
+def _run(
+    command: list[str], environ: Mapping[str, str], seconds: float
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=seconds,
+        check=False,
+    )
+
+
 def _outside_root(path: str) -> str:
     """Return the path of the same program in the folder that a link such as /bin leads to.
 
@@ -107,36 +112,31 @@ def _outside_root(path: str) -> str:
 
 
 def mpirun_command(
-    path: str, kind: Mpi, request: JobRequest, options: argparse.Namespace
-) -> list[str]:
-    """Return the command for mpirun.
+    request: JobRequest, options: argparse.Namespace
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command for mpirun, and the environment of mpirun itself.
 
     Args:
-        path: The path of mpirun.
-        kind: The implementation that it belongs to.
         request: The job.
         options: The options of horovodrun.
 
     Raises:
-        LaunchError: If this MPI cannot do what the options ask for.
+        LaunchError: If there is no MPI, or it cannot do what the options ask for.
     """
+    path, kind = find_mpi(request.env)
     dialect = _open_mpi if kind in (Mpi.OPEN_MPI, Mpi.SPECTRUM) else _hydra
-    extra = split_option("--mpi-args", options.mpi_args)
-    return [path, *dialect(kind, request, options), *extra, *request.command]
-
-
-def mpirun_environment(kind: Mpi, request: JobRequest) -> dict[str, str]:
-    """Return the environment of mpirun itself; `exported_variables` names what it passes on."""
+    extra = _split_option("--mpi-args", options.mpi_args)
+    command = [path, *dialect(kind, request, options), *extra, *request.command]
     env = dict(request.env)
     ssh = _ssh_arguments(request)
     if ssh and kind is Mpi.INTEL:
         env["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = " ".join(ssh)
     elif ssh and kind in (Mpi.MPICH, Mpi.MVAPICH):
         env["HYDRA_LAUNCHER_EXTRA_ARGS"] = " ".join(ssh)
-    return env
+    return command, env
 
 
-def exported_variables(env: Mapping[str, str]) -> list[str]:
+def _exported_variables(env: Mapping[str, str]) -> list[str]:
     """Return the names of the variables that mpirun passes on to other hosts."""
     names = [
         name
@@ -147,10 +147,13 @@ def exported_variables(env: Mapping[str, str]) -> list[str]:
 
 
 def _open_mpi(kind: Mpi, request: JobRequest, options: argparse.Namespace) -> list[str]:
-    hosts = ",".join(f"{_bracketed(name)}:{len(s)}" for name, s in request.hosts.items())
+    hosts = ",".join(
+        f"{f'[{name}]' if ':' in name else name}:{len(slots)}"
+        for name, slots in request.hosts.items()
+    )
     command = ["--allow-run-as-root", "--tag-output", "-np", str(len(request.slots)), "-H", hosts]
     if options.binding_args is not None:
-        command += split_option("--binding-args", options.binding_args)
+        command += _split_option("--binding-args", options.binding_args)
     elif kind is Mpi.SPECTRUM:
         command += ["-bind-to", "socket", "-map-by", "socket", "-rank-by", "core"]
     else:
@@ -169,11 +172,11 @@ def _open_mpi(kind: Mpi, request: JobRequest, options: argparse.Namespace) -> li
         parameters["btl_tcp_if_include"] = ",".join(request.nics)
     if ssh := _ssh_arguments(request):
         parameters["plm_rsh_args"] = " ".join(ssh)
-    chosen = split_option("--mpi-args", options.mpi_args)
+    chosen = _split_option("--mpi-args", options.mpi_args)
     for name, value in parameters.items():
         if name not in chosen:  # the user's own value counts
             command += ["--mca", name, value]
-    for name in exported_variables(request.env):
+    for name in _exported_variables(request.env):
         command += ["-x", name]
     if options.output_filename:
         command += ["--output-filename", options.output_filename]
@@ -204,8 +207,8 @@ def _hydra(kind: Mpi, request: JobRequest, options: argparse.Namespace) -> list[
         command += ["-bootstrap", "ssh"]
     if request.nics:
         command += ["-iface", request.nics[0]]
-    command += split_option("--binding-args", options.binding_args)
-    if names := exported_variables(request.env):
+    command += _split_option("--binding-args", options.binding_args)
+    if names := _exported_variables(request.env):
         command += ["-genvlist", ",".join(names)]
     if options.output_filename:
         for stream in ("out", "err"):
@@ -227,16 +230,12 @@ def _ssh_arguments(request: JobRequest) -> list[str]:
     return ssh.login_arguments()
 
 
-def split_option(option: str, text: str | None) -> Sequence[str]:
+def _split_option(option: str, text: str | None) -> Sequence[str]:
     """Split the value of an option as a shell does; raise `LaunchError` where that fails."""
     try:
         return shlex.split(text or "")
     except ValueError as error:
         raise LaunchError(f"argument {option}: {text!r}: {error}", status=2) from None
-
-
-def _bracketed(name: str) -> str:
-    return f"[{name}]" if ":" in name else name
 
 
 _PROBE_SECONDS = 60
@@ -246,80 +245,65 @@ _PROBE = (
 )
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The resources of one host of an LSF job, whose hosts are all alike."""
-
-    threads: int
-    gpus: int
-
-
-def ask_shape(jsrun: str, environ: Mapping[str, str]) -> Shape:
-    """Let jsrun count the hardware threads and visible GPUs of one host."""
+def _ask_shape(jsrun: str, environ: Mapping[str, str]) -> tuple[int, int]:
+    """Let jsrun count the hardware threads and visible GPUs of one host; all hosts are alike."""
     command = [jsrun, "--nrs", "1", "--rs_per_host", "1", "--tasks_per_rs", "1"]
     command += ["--cpu_per_rs", "ALL_CPUS", "--gpu_per_rs", "ALL_GPUS", "--bind", "none"]
     try:
-        done = subprocess.run(
-            [*command, sys.executable, "-c", _PROBE],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_SECONDS,
-            check=False,
-        )
+        done = _run([*command, sys.executable, "-c", _PROBE], environ, _PROBE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"cannot ask jsrun what a host offers: {error}") from None
     found = re.search(r"shape (\d+) (\d+)", done.stdout)
     if found is None:
         said = done.stderr.strip() or f"exit code {done.returncode}"
         raise LaunchError(f"cannot ask jsrun what a host offers: {said}")
-    return Shape(int(found[1]), int(found[2]))
+    return int(found[1]), int(found[2])
 
 
-def rankfile_text(request: JobRequest, shape: Shape) -> str:
-    """Return the text of jsrun's explicit resource file, with one line for each rank.
+def _make_rankfile(jsrun: str, request: JobRequest) -> str:
+    """Write jsrun's explicit resource file, with one line for each rank, and return its path.
 
     It says which hardware threads each rank may use. They are split evenly over the GPUs of a host,
-    with one rank for each GPU, or over the ranks if there is no GPU.
-
-    Raises:
-        LaunchError: If a host has no room for its ranks.
+    with one rank for each GPU, or over the ranks if there is no GPU. The file is not deleted: jsrun
+    reads it when this program is already gone.
     """
+    threads, gpus = _ask_shape(jsrun, request.env)
     lines = ["overlapping_rs: allow", "cpu_index_using: logical", ""]
     for name, slots in request.hosts.items():
-        room = shape.gpus or shape.threads
+        room = gpus or threads
         if len(slots) > room:
-            what = "GPUs" if shape.gpus else "hardware threads"
+            what = "GPUs" if gpus else "hardware threads"
             raise LaunchError(
                 f"{len(slots)} processes are to run on {name}, but a host here has {room} {what}; "
                 f"choose fewer slots with -H",
                 status=2,
             )
-        share = max(1, shape.threads // (shape.gpus or len(slots)))
+        share = max(1, threads // (gpus or len(slots)))
         for slot in slots:
             first = slot.local_rank * share
             resources = f"hostname: {name}; cpu: {{{first}-{first + share - 1}}}; gpu: *; mem: *"
             lines.append(f"rank: {slot.rank}: {{ {resources} }}")
-    return "\n".join(lines) + "\n"
-
-
-def make_rankfile(jsrun: str, request: JobRequest) -> str:
-    """Write the resource file and return its path.
-
-    The file is not deleted: jsrun reads it when this program is already gone.
-    """
-    content = rankfile_text(request, ask_shape(jsrun, request.env))
     descriptor, path = tempfile.mkstemp(prefix="horovod-", suffix=".erf")
     with os.fdopen(descriptor, "w") as file:
-        file.write(content)
+        file.write("\n".join(lines) + "\n")
     return path
 
 
-def jsrun_command(
-    path: str, request: JobRequest, options: argparse.Namespace, erf: str
-) -> list[str]:
-    """Return the command for jsrun, which passes on the environment by itself."""
+def jsrun_command(request: JobRequest, options: argparse.Namespace, *, dry: bool) -> list[str]:
+    """Return the command for jsrun, which passes on the environment by itself.
+
+    Args:
+        request: The job.
+        options: The options of horovodrun.
+        dry: Whether to start and write nothing.
+
+    Raises:
+        LaunchError: If there is no jsrun, or a host has no room for its ranks.
+    """
+    path = shutil.which("jsrun", path=request.env.get("PATH"))
+    if path is None:
+        raise LaunchError("--jsrun needs jsrun, which is not on PATH", status=127)
+    erf = "(a file made when the job starts)" if dry else _make_rankfile(path, request)
     command = [path, "--erf_input", erf]
     if options.output_filename:
         for stream in ("stdout", "stderr"):
@@ -327,4 +311,4 @@ def jsrun_command(
     arguments = " ".join(filter(None, ["-tcp" if options.tcp_flag else "", options.mpi_args or ""]))
     if arguments:
         command += ["--smpiargs", arguments]
-    return [*command, *split_option("--binding-args", options.binding_args), *request.command]
+    return [*command, *_split_option("--binding-args", options.binding_args), *request.command]

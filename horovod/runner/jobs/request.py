@@ -116,9 +116,7 @@ def worker_specs(request: JobRequest, agent: HostAgent) -> list[WorkerSpec]:
             request.command,
             slot_variables(slot),
             request.cwd,
-            None
-            if request.cpu_bind == "none"
-            else (request.cpu_bind, peers.index(slot), len(peers)),
+            request.cpu_share(peers.index(slot), len(peers)),
             slot.rank == request.attach,
         )
         for slot in request.hosts[agent.name]
@@ -173,7 +171,11 @@ def describe_plan(request: JobRequest, allocation: Allocation | None = None) -> 
     sections = {
         "command": [shlex.join(request.command), f"in {request.cwd}"],
         f"hosts ({allocation})" if allocation else "hosts": _hosts(request),
-        "ranks": _ranks(request.slots),
+        "ranks": [
+            f"rank {slot.rank} of {slot.size}: {slot.hostname}, local {slot.local_rank} of "
+            f"{slot.local_size}, cross {slot.cross_rank} of {slot.cross_size}"
+            for slot in request.slots
+        ],
         "addresses": _addresses(request),
         "environment of all workers": _environment(request),
         "environment of each rank": [
@@ -198,14 +200,6 @@ def _hosts(request: JobRequest) -> list[str]:
         which = format_ranks([slot.rank for slot in slots])
         found.append(f"{name} ({how}): rank{'s' if len(slots) > 1 else ''} {which}")
     return found
-
-
-def _ranks(slots: Sequence[Slot]) -> list[str]:
-    return [
-        f"rank {slot.rank} of {slot.size}: {slot.hostname}, local {slot.local_rank} of "
-        f"{slot.local_size}, cross {slot.cross_rank} of {slot.cross_size}"
-        for slot in slots
-    ]
 
 
 def _addresses(request: JobRequest) -> list[str]:

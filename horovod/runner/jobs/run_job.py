@@ -7,12 +7,12 @@ signals only in the main thread.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from horovod.common.store import MemoryStore
@@ -60,121 +60,158 @@ def run_job(
     Raises:
         LaunchError: If the job cannot even begin.
     """
-    console = console or Console(timestamps=options.prefix_timestamp)
-    environ = os.environ if env is None else env
-    store = MemoryStore() if store is None else store
-    watch = functools.partial(
-        _open_watchers, options, environ, store, title or title_of(command), console
-    )
-    if options.listen is not None:
-        return _run_joined(options, command, environ, store, console, watch)
-    if options.elastic:
-        if any(is_local(host.name) for host in options.hosts):
-            find_command(command[0], environ.get("PATH"))
-        with watch() as watcher:
-            return run_elastic_job(options, command, environ, store, console, watcher)
-    request = make_request(options, command, environ)
-    if any(is_local(name) for name in request.hosts):
-        find_command(command[0], request.env.get("PATH"))
-    with watch() as watcher:
-        return _run_request(options, request, store, console, watcher)
+    return _Job(
+        options,
+        command,
+        os.environ if env is None else env,
+        MemoryStore() if store is None else store,
+        console or Console(timestamps=options.prefix_timestamp),
+        title or title_of(command),
+    ).run()
 
 
-def _run_joined(
-    options: argparse.Namespace,
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    store: MemoryStore,
-    console: Console,
-    watch: Callable[[], JobWatcher],
-) -> Outcome:
-    """Run a job on hosts that join by themselves (``--listen``)."""
-    # Imported late, because most jobs need none of it.
-    from horovod.runner.agents.link_server import JoinServer, gather
-    from horovod.runner.jobs.join import JoinedHosts, job_secret
+@dataclass
+class _Job:
+    """A job, as the arguments of `run_job` describe it."""
 
-    try:
-        key = job_secret(options.secret_file, environ, make=True)
-        address, port = options.listen
-        server = JoinServer(address, port, key, options.hosts)
-    except ValueError as error:
-        raise LaunchError(str(error), status=2) from None
-    except OSError as error:
-        raise LaunchError(f"argument --listen: cannot wait there: {error.strerror}", 2) from None
-    console.say(f"waiting for hosts: run horovodrun --join {server.address} on each")
-    try:
+    options: argparse.Namespace
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    store: MemoryStore
+    console: Console
+    title: str
+
+    def run(self) -> Outcome:
+        """Run the job to its end."""
+        options = self.options
+        if options.listen is not None:
+            return self._run_joined()
         if options.elastic:
-            joined = JoinedHosts(server, options.hosts)
-            with watch() as watcher:
-                return run_elastic_job(options, command, environ, store, console, watcher, joined)
-        timeout = settings(options, environ).start_timeout
+            if any(is_local(host.name) for host in options.hosts):
+                find_command(self.command[0], self.environ.get("PATH"))
+            return self._run_elastic()
+        request = make_request(options, self.command, self.environ)
+        if any(is_local(name) for name in request.hosts):
+            find_command(self.command[0], request.env.get("PATH"))
+        return self._run_fixed(request)
+
+    def _run_joined(self) -> Outcome:
+        """Run a job on hosts that join by themselves (``--listen``)."""
+        # Imported late, because most jobs need none of it.
+        from horovod.runner.agents.link_server import JoinServer, gather
+        from horovod.runner.jobs.join import JoinedHosts, job_secret
+
+        options = self.options
         try:
-            links = gather(server, options.hosts, options.num_proc, timeout)
-        except TimeoutError as error:
-            raise LaunchError(str(error)) from None
-        known = {host.name for host in options.hosts}
-        options.hosts += [Host(n, link.slots) for n, link in links.items() if n not in known]
-        request = make_request(options, command, environ)
-        with watch() as watcher:
-            return _run_request(options, request, store, console, watcher, links)
-    finally:
-        server.close()
+            key = job_secret(options.secret_file, self.environ, make=True)
+            address, port = options.listen
+            server = JoinServer(address, port, key, options.hosts)
+        except ValueError as error:
+            raise LaunchError(str(error), status=2) from None
+        except OSError as error:
+            why = f"argument --listen: cannot wait there: {error.strerror}"
+            raise LaunchError(why, status=2) from None
+        self.console.say(f"waiting for hosts: run horovodrun --join {server.address} on each")
+        with closing(server):
+            if options.elastic:
+                return self._run_elastic(JoinedHosts(server, options.hosts))
+            timeout = settings(options, self.environ).start_timeout
+            try:
+                links = gather(server, options.hosts, options.num_proc, timeout)
+            except TimeoutError as error:
+                raise LaunchError(str(error)) from None
+            known = {host.name for host in options.hosts}
+            options.hosts += [Host(n, link.slots) for n, link in links.items() if n not in known]
+            return self._run_fixed(make_request(options, self.command, self.environ), links)
 
+    def _open_watchers(self) -> JobWatcher:
+        """Open what the options ask for: the dashboard, and the line of --progress."""
+        environ, store, elastic = self.environ, self.store, self.options.elastic
+        config, say = settings(self.options, environ), self.console.say
+        page = open_watcher(config, environ, store, title=self.title, say=say, elastic=elastic)
+        if not self.options.progress:
+            return page
+        from horovod.observe.dashboard.status_line import StatusLine
 
-def _open_watchers(
-    options: argparse.Namespace,
-    environ: Mapping[str, str],
-    store: MemoryStore,
-    title: str,
-    console: Console,
-) -> JobWatcher:
-    """Open what the options ask for: the dashboard, and the line of --progress."""
-    config, elastic = settings(options, environ), options.elastic
-    page = open_watcher(config, environ, store, title=title, say=console.say, elastic=elastic)
-    if not options.progress:
-        return page
-    from horovod.observe.dashboard.status_line import StatusLine
+        return Watchers(StatusLine(store, environ, elastic), page)
 
-    return Watchers(StatusLine(store, environ, elastic), page)
+    def _outputs(self, watcher: JobWatcher) -> Outputs:
+        options = self.options
+        shown, attached = options.output_ranks, options.attach
+        return Outputs(self.console, shown, attached, watcher, options.output_filename)
 
+    def _run_fixed(
+        self, request: JobRequest, links: Mapping[str, ChannelLink] | None = None
+    ) -> Outcome:
+        """Run a job with fixed ranks; ``links`` lead to its other hosts if these have joined."""
+        connect = None
+        if links is not None:
+            connect = lambda name: HostAgent(name, link=links.get(name))  # noqa: E731
+        options, console = self.options, self.console
+        with self._open_watchers() as watcher:
+            request = replace(request, env=watched_environment(request.env, watcher))
+            outputs = self._outputs(watcher)
+            with JobController(
+                console, outputs, store=self.store, watcher=watcher, pass_interrupts_on=True
+            ) as job:
+                if options.attach is not None:
+                    console.disable_bars()
+                width = len(str(len(request.slots) - 1))
+                for slot in request.slots:
+                    outputs.open(slot.rank, slot.rank, f"rank.{slot.rank:0{width}d}")
+                if options.verbose:
+                    size = len(request.slots)
+                    console.say(f"running {list(request.command)!r} as {size} processes")
+                    for slot in request.slots:
+                        where = f"{slot.hostname}, local rank {slot.local_rank}"
+                        console.say(f"rank {slot.rank}: {where}")
+                hosts = AgentSet(request, job, connect, together=True)
+                outcome = job.run(hosts, FixedRanks(request, job, hosts))
+            if outcome.first_failure is not None:
+                tail = outputs.tail(outcome.first_failure.rank)
+                outcome.account += _other_python(request.command[0], request.env.get("PATH"), tail)
+            watcher.ended(outcome)
+        return outcome
 
-def _run_request(
-    options: argparse.Namespace,
-    request: JobRequest,
-    store: MemoryStore,
-    console: Console,
-    watcher: JobWatcher,
-    links: Mapping[str, ChannelLink] | None = None,
-) -> Outcome:
-    """Run a job with fixed ranks; ``links`` lead to its other hosts if these have joined."""
+    def _run_elastic(self, joined: JoinedHosts | None = None) -> Outcome:
+        """Run an elastic job, on hosts that join by themselves if ``joined`` is given."""
+        # Imported late, because most jobs are not elastic.
+        from horovod.runner.elastic.discovery import HostManager
+        from horovod.runner.elastic.driver import Driver
+        from horovod.runner.elastic.job_state import Limits
 
-    def connect(name: str) -> HostAgent:
-        assert links is not None
-        return links[name].start_agent(name) if name in links else HostAgent(name)
-
-    request = replace(request, env=watched_environment(request.env, watcher))
-    outputs = Outputs(
-        console, options.output_ranks, options.attach, watcher, options.output_filename
-    )
-    with JobController(
-        console, outputs, store=store, watcher=watcher, pass_interrupts_on=True
-    ) as job:
-        if options.attach is not None:
-            console.disable_bars()
-        width = len(str(len(request.slots) - 1))
-        for slot in request.slots:
-            outputs.open(slot.rank, slot.rank, f"rank.{slot.rank:0{width}d}")
-        if options.verbose:
-            console.say(f"running {list(request.command)!r} as {len(request.slots)} processes")
-            for slot in request.slots:
-                console.say(f"rank {slot.rank}: {slot.hostname}, local rank {slot.local_rank}")
-        hosts = AgentSet(request, job, None if links is None else connect, together=True)
-        outcome = job.run(hosts, FixedRanks(request, job, hosts))
-    if outcome.first_failure is not None:
-        tail = outputs.tail(outcome.first_failure.rank)
-        outcome.account += _other_python(request.command[0], request.env.get("PATH"), tail)
-    watcher.ended(outcome)
-    return outcome
+        options, console = self.options, self.console
+        config = settings(options, self.environ)
+        limits = Limits(
+            num_proc=options.num_proc,
+            min_np=options.min_num_proc,
+            max_np=options.max_num_proc,
+            reset_limit=options.reset_limit,
+            elastic_timeout=config.elastic_timeout,
+            start_timeout=config.start_timeout,
+            answer_timeout=config.elastic_answer_timeout,
+        )
+        with self._open_watchers() as watcher:
+            request = make_worker_request(options, self.command, self.environ)
+            request = replace(request, env=watched_environment(request.env, watcher))
+            manager = HostManager(
+                joined or getattr(options, "discovery", None) or make_discovery(options),
+                options.blacklist_cooldown_range,
+                options.max_worker_failures,
+            )
+            outputs = self._outputs(watcher)
+            with (
+                Status(console, options.status_file, watcher, every=options.verbose > 1) as status,
+                JobController(console, outputs, store=self.store, watcher=watcher) as job,
+            ):
+                connect = None
+                if joined is not None:
+                    connect = lambda name: joined.connect(name, lambda: not job.is_ending)  # noqa: E731
+                hosts = AgentSet(request, job, connect)
+                driver = Driver(job, hosts, limits, manager, status, options.verbose)
+                outcome = job.run(hosts, driver)
+            watcher.ended(outcome)
+        return outcome
 
 
 def find_command(command: str, path: str | None = None) -> str:
@@ -222,67 +259,6 @@ def _other_python(command: str, path: str | None, tail: Sequence[str]) -> str:
         f"Note that {command!r} is {found}, while horovodrun belongs to {sys.executable}: activate "
         f"the environment that you installed Horovod into, or name its python.\n\n"
     )
-
-
-def run_elastic_job(
-    options: argparse.Namespace,
-    command: Sequence[str],
-    env: Mapping[str, str],
-    store: MemoryStore,
-    console: Console,
-    watcher: JobWatcher,
-    joined: JoinedHosts | None = None,
-) -> Outcome:
-    """Run a command as an elastic job until its end.
-
-    Args:
-        options: The options of horovodrun.
-        command: The program that each worker runs, with its arguments.
-        env: The launcher's environment.
-        store: The job's store.
-        console: Where messages and the workers' output go.
-        watcher: What follows the job, such as the dashboard.
-        joined: Hosts that join by themselves; by default the options say which hosts there are.
-
-    Returns:
-        The outcome, which says what went wrong, if anything.
-    """
-    # Imported late, because most jobs are not elastic.
-    from horovod.runner.elastic.discovery import HostManager
-    from horovod.runner.elastic.driver import Driver
-    from horovod.runner.elastic.job_state import Limits
-
-    config = settings(options, env)
-    limits = Limits(
-        num_proc=options.num_proc,
-        min_np=options.min_num_proc,
-        max_np=options.max_num_proc,
-        reset_limit=options.reset_limit,
-        elastic_timeout=config.elastic_timeout,
-        start_timeout=config.start_timeout,
-        answer_timeout=config.elastic_answer_timeout,
-    )
-    request = make_worker_request(options, command, env)
-    request = replace(request, env=watched_environment(request.env, watcher))
-    manager = HostManager(
-        joined or getattr(options, "discovery", None) or make_discovery(options),
-        options.blacklist_cooldown_range,
-        options.max_worker_failures,
-    )
-    outputs = Outputs(
-        console, options.output_ranks, watcher=watcher, directory=options.output_filename
-    )
-    with (
-        Status(console, options.status_file, watcher, every=options.verbose > 1) as status,
-        JobController(console, outputs, store=store, watcher=watcher) as job,
-    ):
-        connect = None
-        if joined is not None:
-            connect = lambda name: joined.connect(name, lambda: not job.is_ending)  # noqa: E731
-        hosts = AgentSet(request, job, connect)
-        outcome = job.run(hosts, Driver(job, hosts, limits, manager, status, options.verbose))
-    watcher.ended(outcome)
-    return outcome
 
 
 def make_discovery(options: argparse.Namespace) -> HostDiscovery:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod.runner.agents.host_agent import agent_command
-from horovod.runner.agents.starters import Ssh
+from horovod.runner.agents.starters import Ssh, agent_command
 from tests.effort import examples
 
 ANYTHING = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
