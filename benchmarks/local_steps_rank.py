@@ -26,7 +26,7 @@ import horovod.torch as hvd
 from benchmarks.network_hosts import UNLIMITED
 from benchmarks.processes import Member, bind
 from benchmarks.training_models import WORKLOADS, Batch, Transformer
-from horovod.runner.options.plan import link as as_link
+from horovod.runner.options.values import link as as_link
 from horovod.runner.plan import Link, PlannedJob, Way
 from horovod.torch.optimizers.fragments import Fragment
 from tests.hosts import INTERFACE

@@ -15,9 +15,8 @@ from horovod.common.store import MemoryStore
 from horovod.common.topology import Slot
 from horovod.runner.agents.controller import HostSet
 from horovod.runner.elastic.discovery import FixedHosts, HostManager
-from horovod.runner.elastic.failures import Failures
 from horovod.runner.elastic.job_state import JobState, Limits, Process
-from horovod.runner.elastic.liveness import DecisionLog, Liveness
+from horovod.runner.elastic.liveness import DecisionLog, Failures, Liveness
 from horovod.runner.elastic.policy import Proposal
 from horovod.runner.output.console import Console
 from horovod.runner.output.report import LaunchError

@@ -167,6 +167,19 @@ def test_a_host_that_may_be_used_again_is_an_addition():
     assert manager.update_available_hosts() == HostUpdateResult.added
 
 
+def test_a_failure_of_another_host_does_not_hide_one_that_may_be_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    manager = HostManager(FixedHosts({"a": 1, "b": 1}), cooldown_range=(10, 10), max_failures=2)
+    manager.update_available_hosts()
+    manager.blacklist("a")
+    now = 20.0
+    assert not manager.record_failure("b")
+    assert manager.update_available_hosts() == HostUpdateResult.added
+
+
 def test_slots_given_back_come_with_the_next_offer():
     manager = HostManager(FixedHosts({"a": 2}))
     manager.update_available_hosts()

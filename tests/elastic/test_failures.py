@@ -86,7 +86,7 @@ def test_who_is_given_up_is_killed(job: Parts):
     job.failures.give_up(job.state.alive[2], "did not react within 30 s")
     assert job.hosts.stopped == [("b", 2)]
     assert job.state.last_failure is not None
-    assert job.state.last_failure.exit.code == -signal.SIGKILL
+    assert job.state.last_failure.code == -signal.SIGKILL
     assert job.state.fenced_until == 0.0
 
 
@@ -105,7 +105,7 @@ def test_with_a_host_its_workers_are_lost_and_those_told_to_end_are_not_missed(j
     assert job.state.failed_workers == [1]
     assert job.state.causes == ["w1 (rank 1, a) failed: lost with its host"]
     assert job.state.last_failure is not None
-    assert job.state.last_failure.exit.describe() == "lost with its host"
+    assert job.state.last_failure.describe() == "lost with its host"
     assert job.state.host_problem == "the connection to a is lost: ssh: reset"
     assert job.state.fenced_until > time.monotonic(), "they may still run there"
     assert job.manager.blacklisting.failures("a") == 1, "one failure, however many workers"

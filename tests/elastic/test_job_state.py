@@ -70,7 +70,7 @@ class Books(RuleBasedStateMachine):
         process = self.state.alive[data.draw(st.sampled_from(sorted(self.state.alive)))]
         was_member = process.joined is not None
         failure = self.state.note_failure(process, code)
-        assert failure.exit.code == code
+        assert failure.code == code
         assert self.state.last_failure == failure
         # A worker that the newest decision has left out is missed until that one has formed.
         is_missed = process.number in self.state.placed_workers or (
@@ -267,7 +267,7 @@ def test_failures_are_forgiven_when_somebody_ends_well_after_them():
     state.note_loss(state.alive[2], 7, "exit code 7")
     assert state.bad_end is not None
     state.note_success(state.add_process("a"))
-    assert state.bad_end.exit.code == 7, "nobody can make good for that one"
+    assert state.bad_end.code == 7, "nobody can make good for that one"
 
 
 def test_a_victim_does_not_hide_the_cause():
@@ -276,9 +276,9 @@ def test_a_victim_does_not_hide_the_cause():
     state.alive[0].because_of = (1,)
     state.note_loss(state.alive[0], 1, "exit code 1")
     assert state.unrecovered is not None
-    assert state.unrecovered.exit.code == 5
+    assert state.unrecovered.code == 5
     told = make_outcome(state, Ending(failure=state.unrecovered))
-    assert told.first_failure == state.unrecovered.exit
+    assert told.first_failure == state.unrecovered
     assert [exit.rank for exit in told.exits] == [1, 0]
 
 
@@ -288,7 +288,7 @@ def test_who_left_early_is_named_when_others_failed_because_of_it():
     state.alive[1].because_of = (0,)
     state.note_loss(state.alive[1], 1, "exit code 1")
     assert make_outcome(state, Ending(failure=state.unrecovered)).early_exits == [
-        Exit(0, 0, 0, "a")
+        Exit(0, 0, 0, "a", worker=0)
     ]
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod.runner.elastic.discovery import Blacklist
-from horovod.runner.elastic.job_state import JobState, Limits, Process, WorkerFailure
+from horovod.runner.elastic.job_state import JobState, Limits, Process
 from horovod.runner.elastic.policy import ElasticPlan, arrange, expect_assignments, make_plan
 from horovod.runner.elastic.termination import Ending
 from horovod.runner.output.report import Exit
@@ -17,7 +17,7 @@ from tests.effort import examples
 from tests.elastic.parts import moment
 
 LIMITS = Limits(num_proc=2, min_np=2, max_np=4)
-FAILURE = WorkerFailure(0, Exit(rank=0, pid=7, code=-9, host="a"))
+FAILURE = Exit(rank=0, pid=7, code=-9, host="a", worker=0)
 ENDED = {0: Exit(rank=0, pid=7, code=0, host="a")}
 
 

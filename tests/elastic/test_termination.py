@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from horovod.common.generations.decisions import DRIVER_LOST
 from horovod.runner.elastic import policy
-from horovod.runner.elastic.job_state import JobState, Limits, Process, WorkerFailure
+from horovod.runner.elastic.job_state import JobState, Limits, Process
 from horovod.runner.elastic.termination import (
     Ending,
     are_all_lost,
@@ -43,10 +43,10 @@ def view(**details: object) -> JobState:
 
 def failure(worker: int, code: int, *, pid: int = 7, because_of: tuple[int, ...] | None = None):
     host = "ab"[worker % 2]
-    return WorkerFailure(worker, Exit(worker, pid, code, host, because_of))
+    return Exit(worker, pid, code, host, because_of, worker=worker)
 
 
-def lost(*failures: WorkerFailure, **details: object) -> JobState:
+def lost(*failures: Exit, **details: object) -> JobState:
     """Nobody is left."""
     last = failures[-1]
     facts = {"workers": [], "failures": list(failures), "last_failure": last}
@@ -84,7 +84,7 @@ def test_a_failure_that_is_not_forgiven_is_the_end_of_those_who_finished():
 
 @pytest.mark.parametrize("ended", [{}, ENDED])
 def test_who_fails_after_training_fails_the_job_and_is_named(ended: dict[int, Exit]):
-    gone = dataclasses.replace(failure(1, -9), how="lost with its host")
+    gone = dataclasses.replace(failure(1, -9), loss="lost with its host")
     seen = view(workers=[], finishing=True, ended_well=ended, bad_end=gone)
     assert find(seen) == Ending(
         "rank 1 on b had finished training, and then failed: lost with its host. What its script "

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horovod.runner.options.arguments import parse_args
-from horovod.runner.options.plan import link, parameters
+from horovod.runner.options.values import link, parameters
 from horovod.runner.plan import (
     GOOD,
     WAYS,

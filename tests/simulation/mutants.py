@@ -446,7 +446,7 @@ MUTANTS = (
     Mutant(
         "workers that are lost with their host are not noticed",
         "new",
-        "horovod.runner.elastic.failures",
+        "horovod.runner.elastic.liveness",
         '                self._note(process, -signal.SIGKILL, "lost with its host")',
         "                pass",
     ),

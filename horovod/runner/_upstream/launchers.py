@@ -17,11 +17,12 @@ from typing import Any, NoReturn
 
 from horovod.common.util import gloo_built, mpi_built
 from horovod.runner._upstream.settings import (
+    SWITCHES,
+    VALUES,
     BaseSettings,
     ElasticSettings,
     SlotInfo,
-    as_arguments,
-    as_elastic_arguments,
+    attributes_of,
     options_of,
 )
 from horovod.runner.check_build import check_build as build_report
@@ -30,7 +31,6 @@ from horovod.runner.jobs import controllers
 from horovod.runner.jobs.mpi_launch import Mpi, find_mpi
 from horovod.runner.jobs.request import make_request
 from horovod.runner.jobs.run_job import run_job
-from horovod.runner.options.arguments import as_words, make_options
 from horovod.runner.options.tunables import TUNABLES
 from horovod.runner.output.report import LaunchError, Outcome
 from horovod.runner.slots.worker_env import interface_variables
@@ -67,7 +67,7 @@ def gloo_run(
 
     `server_ip` is not needed: each host finds the way to the launcher by itself.
     """
-    run_here(options_of([*as_arguments(settings, nics), "--gloo"], command), env)
+    run_here(options_of({**attributes_of(settings, nics), "use_gloo": True}, command), env)
 
 
 def gloo_run_elastic(
@@ -77,7 +77,7 @@ def gloo_run_elastic(
     executable: str | None = None,
 ) -> None:
     """Do the same as an elastic job, whose hosts come from `settings.discovery`."""
-    options = options_of(as_elastic_arguments(settings), command)
+    options = options_of(attributes_of(settings), command)
     options.discovery = settings.discovery
     run_here(options, env)
 
@@ -131,7 +131,8 @@ def mpi_run(
     """Run a command with mpirun. Unless `settings.run_func_mode`, this process becomes mpirun."""
     if not isinstance(env, Mapping):
         raise TypeError(f"env argument must be a dict, not {type(env).__name__}")
-    _run_elsewhere(controllers.MPI, settings, nics, env, command)
+    options = options_of({**attributes_of(settings, nics), "use_mpi": True}, command, env)
+    _run_elsewhere(controllers.MPI, options, env, settings.run_func_mode)
 
 
 def is_jsrun_installed() -> bool:
@@ -147,22 +148,19 @@ def js_run(
     stderr: Any = None,
 ) -> None:
     """Run a command with jsrun. Unless `settings.run_func_mode`, this process becomes jsrun."""
-    _run_elsewhere(controllers.JSRUN, settings, None, os.environ if env is None else env, command)
+    env = os.environ if env is None else env
+    options = options_of({**attributes_of(settings), "use_jsrun": True}, command, env)
+    _run_elsewhere(controllers.JSRUN, options, env, settings.run_func_mode)
 
 
 def _run_elsewhere(
-    controller: str,
-    settings: BaseSettings,
-    nics: Collection[str] | None,
-    env: Mapping[str, str],
-    command: str | Sequence[str],
+    controller: str, options: argparse.Namespace, env: Mapping[str, str], waits: bool | None = False
 ) -> None:
     """Replace this process by mpirun or jsrun; or run it, and raise RuntimeError if it fails."""
-    options = options_of([*as_arguments(settings, nics), f"--{controller}"], command, env)
     try:
         request = make_request(options, options.command, env)
         plan = controllers.make_plan(controller, options, request)
-        if not settings.run_func_mode:
+        if not waits:
             controllers.replace_process(plan)
         status = controllers.run_and_wait(plan)
     except LaunchError as error:
@@ -179,40 +177,7 @@ def _kind(env: Mapping[str, str] | None) -> Mpi | None:
         return None
 
 
-_VALUES = {
-    "num_proc": "-np",
-    "min_num_proc": "--min-np",
-    "max_num_proc": "--max-np",
-    "slots": "--slots-per-host",
-    "reset_limit": "--reset-limit",
-    "hosts": "--hosts",
-    "hostfile": "--hostfile",
-    "host_discovery_script": "--host-discovery-script",
-    "ssh_port": "--ssh-port",
-    "ssh_identity_file": "--ssh-identity-file",
-    "output_filename": "--output-filename",
-    "mpi_args": "--mpi-args",
-    "binding_args": "--binding-args",
-    "config_file": "--config-file",
-}
-_SWITCHES = {
-    "use_gloo": "--gloo",
-    "use_mpi": "--mpi",
-    "use_jsrun": "--jsrun",
-    "disable_cache": "--disable-cache",
-    "tcp_flag": "--tcp",
-    "prefix_output_with_timestamp": "--prefix-output-with-timestamp",
-    "check_build": "--check-build",
-}
-_OTHERS = (
-    "command",
-    "cooldown_range",
-    "executable",
-    "log_with_timestamp",
-    "nics",
-    "run_func",
-    "verbose",
-)
+_OTHERS = ("command", "executable", "log_with_timestamp", "nics", "run_func", "verbose")
 
 
 class _HorovodArgs:
@@ -223,7 +188,7 @@ class _HorovodArgs:
     """
 
     def __init__(self) -> None:
-        for name in (*_VALUES, *_SWITCHES, *_OTHERS, *(row.dest for row in TUNABLES)):
+        for name in (*VALUES, *SWITCHES, *_OTHERS, *(row.dest for row in TUNABLES)):
             setattr(self, name, None)
         self.num_proc: int | None = 1
         self.prefix_output_with_timestamp = False
@@ -297,12 +262,9 @@ def _run(args: Any) -> list[Any] | None:
     controller = controllers.choose(options, os.environ)
     if controller == controllers.GLOO:
         run_here(options, None)
-        return None
-    try:
-        request = make_request(options, options.command, os.environ)
-        controllers.replace_process(controllers.make_plan(controller, options, request))
-    except LaunchError as error:
-        raise RuntimeError(str(error)) from None
+    else:
+        _run_elsewhere(controller, options, os.environ)
+    return None
 
 
 def _run_elastic(args: Any) -> list[Any] | None:
@@ -328,29 +290,15 @@ def _controller(use_gloo: bool | None, use_mpi: bool | None, use_jsrun: bool | N
 def _options(args: Any) -> argparse.Namespace:
     if isinstance(args, argparse.Namespace) and hasattr(args, "notices"):
         return args  # from `parse_args`
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    if "log_with_timestamp" in given:
+    given = {"nics": None, "verbose": 0, **vars(args)}
+    if given.get("log_with_timestamp") is not None:
         given["log_without_timestamp"] = not given["log_with_timestamp"]
-    values: dict[str, object] = {flag: given.get(name) for name, flag in _VALUES.items()}
-    values |= {flag: bool(given.get(name)) for name, flag in _SWITCHES.items()}
-    for row in TUNABLES:
-        value = given.get(row.dest)
-        if value is not None and row.opposite:
-            values[row.flag if value else row.opposite] = True
-        else:
-            values[row.flag] = value
-    if given.get("nics"):
-        values["--network-interfaces"] = ",".join(sorted(given["nics"]))
-    if "cooldown_range" in given:
-        values["--blacklist-cooldown-range"] = list(given["cooldown_range"])
-    argv = as_words(values) + ["--verbose"] * min(int(given.get("verbose", 0)), 2)
-    command = _function_command(args) if "run_func" in given else list(given.get("command", ()))
-    return make_options([*argv, "--", *command])
+    given |= {"nics": sorted(given["nics"] or ()), "verbose": min(int(given["verbose"] or 0), 2)}
+    if given.get("run_func") is not None:
+        return options_of(given, _function_command(args))
+    return options_of(given, given.get("command") or ())
 
 
 def _function_command(args: Any) -> list[str]:
-    return [
-        getattr(args, "executable", None) or sys.executable,
-        "-m",
-        "horovod.runner.functions.run_task",
-    ]
+    python = getattr(args, "executable", None) or sys.executable
+    return [python, "-m", "horovod.runner.functions.run_task"]

@@ -94,46 +94,71 @@ class ElasticSettings(BaseSettings):
         return {**vars(self), "discovery": None}  # it may hold processes or connections
 
 
-def as_arguments(settings: BaseSettings, nics: Collection[str] | None = None) -> list[str]:
-    """Return the options of horovodrun that say the same; `nics` are for settings without any."""
-    nics = settings.nics or nics
-    timeout = settings.start_timeout
-    seconds = timeout.remaining() if isinstance(timeout, Timeout) else timeout
-    values = {
-        "-np": settings.num_proc,
-        "--hosts": getattr(settings, "hosts", None),
-        "--ssh-port": settings.ssh_port,
-        "--ssh-identity-file": settings.ssh_identity_file,
-        "--mpi-args": settings.extra_mpi_args,
-        "--binding-args": settings.binding_args,
-        "--start-timeout": None if seconds is None else int(max(1, seconds)),
-        "--output-filename": settings.output_filename,
-        "--network-interfaces": ",".join(nics) if nics else None,
-        "--verbose": settings.verbose > 1,
-        "--tcp": bool(settings.tcp_flag),
-        "--prefix-output-with-timestamp": bool(settings.prefix_output_with_timestamp),
-    }
-    return as_words(values)
-
-
-def as_elastic_arguments(settings: ElasticSettings) -> list[str]:
-    """Return the options of horovodrun that say the same, but for the discovery."""
-    values = {
-        "--min-np": settings.min_num_proc or settings.num_proc or 1,
-        "--max-np": settings.max_num_proc,
-        "--elastic-timeout": settings.elastic_timeout,
-        "--reset-limit": settings.reset_limit,
-        "--blacklist-cooldown-range": settings.cooldown_range,
-    }
-    return [*as_arguments(settings), *as_words(values)]
+VALUES = {
+    "num_proc": "-np",
+    "min_num_proc": "--min-np",
+    "max_num_proc": "--max-np",
+    "slots": "--slots-per-host",
+    "reset_limit": "--reset-limit",
+    "cooldown_range": "--blacklist-cooldown-range",
+    "hosts": "--hosts",
+    "hostfile": "--hostfile",
+    "host_discovery_script": "--host-discovery-script",
+    "ssh_port": "--ssh-port",
+    "ssh_identity_file": "--ssh-identity-file",
+    "output_filename": "--output-filename",
+    "mpi_args": "--mpi-args",
+    "binding_args": "--binding-args",
+    "config_file": "--config-file",
+}
+"""Upstream's attributes for what the options with a value say."""
+SWITCHES = {
+    "use_gloo": "--gloo",
+    "use_mpi": "--mpi",
+    "use_jsrun": "--jsrun",
+    "disable_cache": "--disable-cache",
+    "tcp_flag": "--tcp",
+    "prefix_output_with_timestamp": "--prefix-output-with-timestamp",
+    "check_build": "--check-build",
+}
+"""Upstream's attributes for what the options without a value say."""
 
 
 def options_of(
-    arguments: Sequence[str], command: str | Sequence[str], env: Mapping[str, str] = os.environ
+    given: Mapping[str, Any], command: str | Sequence[str], env: Mapping[str, str] = os.environ
 ) -> argparse.Namespace:
-    """Return the options of a job that runs a command (text: split as a shell does)."""
-    words = shlex.split(command) if isinstance(command, str) else command
-    return make_options([*arguments, "--", *words], env)
+    """Return the options of a job that upstream's attributes describe, of those that are given.
+
+    Args:
+        given: The attributes; None, too, stands for one that is not given.
+        command: What the job runs; a text is split as a shell does.
+        env: The environment of the launcher.
+    """
+    values: dict[str, object] = {flag: given.get(name) for name, flag in VALUES.items()}
+    values |= {flag: bool(given.get(name)) for name, flag in SWITCHES.items()}
+    for row in TUNABLES:
+        value = given.get(row.dest)
+        if value is not None and row.opposite:
+            values[row.flag if value else row.opposite] = True
+        else:
+            values[row.flag] = value
+    values["--network-interfaces"] = ",".join(given.get("nics") or ()) or None
+    words = as_words(values) + ["--verbose"] * given["verbose"]
+    command = shlex.split(command) if isinstance(command, str) else command
+    return make_options([*words, "--", *command], env)
+
+
+def attributes_of(settings: BaseSettings, nics: Collection[str] | None = None) -> dict[str, Any]:
+    """Return attributes for `options_of`; `nics` are for settings without any."""
+    given = {**vars(settings), "mpi_args": settings.extra_mpi_args, "nics": settings.nics or nics}
+    given["verbose"] = settings.verbose > 1
+    timeout = settings.start_timeout
+    if timeout is not None:
+        seconds = timeout.remaining() if isinstance(timeout, Timeout) else timeout
+        given["start_timeout"] = int(max(1, seconds))
+    if isinstance(settings, ElasticSettings):
+        given["min_num_proc"] = settings.min_num_proc or settings.num_proc or 1
+    return given
 
 
 @dataclass(frozen=True)

@@ -201,17 +201,6 @@ def _pump(pipe: Any, out: TextIO, index: int | None, stream: str, timestamps: bo
             return
 
 
-def _guarded(target: Callable[..., Any], silent: bool) -> Callable[..., None]:
-    def call(*args: Any) -> None:
-        try:
-            target(*args)
-        except Exception:
-            if not silent:
-                get_logger(__name__).exception("%r failed in its thread", target)
-
-    return call
-
-
 def in_thread(
     target: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -222,7 +211,15 @@ def in_thread(
     """Call `target(*args)` in a new thread; with `silent` its errors are not logged."""
     if not isinstance(args, tuple):
         raise ValueError(f"args must be a tuple, not {type(args).__name__}")
-    thread = threading.Thread(target=_guarded(target, silent), args=args, name=name, daemon=daemon)
+
+    def call() -> None:
+        try:
+            target(*args)
+        except Exception:
+            if not silent:
+                get_logger(__name__).exception("%r failed in its thread", target)
+
+    thread = threading.Thread(target=call, name=name, daemon=daemon)
     thread.start()
     return thread
 
@@ -237,16 +234,14 @@ def on_event(
     silent: bool = False,
 ) -> threading.Thread:
     """Call `func(*args)` once `event` is set, in a thread; never after `stop` was set first."""
-    if not isinstance(args, tuple):
-        raise ValueError(f"args must be a tuple, not {type(args).__name__}")
 
-    def wait() -> None:
+    def wait(*given: Any) -> None:
         while not event.wait(None if stop is None else check_stop_interval_s):
             if stop is not None and stop.is_set():
                 return
-        func(*args)
+        func(*given)
 
-    return in_thread(wait, daemon=daemon, silent=silent)
+    return in_thread(wait, args, daemon=daemon, silent=silent)
 
 
 def execute_function_multithreaded(

@@ -308,7 +308,10 @@ class HostManager:
     def blacklist(self, host: str) -> None:
         """Blacklist a host: for a time if there is a cooldown range, otherwise for good."""
         self.blacklisting.add(host, time.monotonic())
-        self._excluded = self._blacklisted()
+        self._exclude(host)
+
+    def _exclude(self, host: str) -> None:
+        self._excluded |= {host}
         self.get_host_event(host).set()
 
     def get_host_event(self, host: str) -> threading.Event:
@@ -329,14 +332,12 @@ class HostManager:
     def record_failure(self, host: str) -> bool:
         """Count a failure against a host; return whether the host is blacklisted because of it."""
         added = self.blacklisting.record_failure(host, time.monotonic())
-        self._excluded = self._blacklisted()
         if added:
-            self.get_host_event(host).set()
+            self._exclude(host)
         return added
 
     def _blacklisted(self) -> frozenset[str]:
-        now = time.monotonic()
-        return frozenset(h for h in self._slots if self.blacklisting.is_blacklisted(h, now))
+        return frozenset(filter(self.is_blacklisted, self._slots))
 
 
 _CLOSE_SECONDS = 5.0

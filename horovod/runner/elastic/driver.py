@@ -5,7 +5,7 @@ driver; discovery and the workers' answers in the store come through `mailbox`. 
 in `job_state` and in the status file; then `_reconcile` asks the policy what follows. Everything
 runs in the loop's thread: the store's and the poller's threads only leave messages. Workers learn
 of decisions through the store, see `horovod.common.generations.decisions`; `liveness` checks their
-answers, and `failures` records losses.
+answers and records losses.
 """
 
 from __future__ import annotations
@@ -21,15 +21,8 @@ from horovod.runner.agents.host_agent import HostAgent
 from horovod.runner.agents.supervise import FAILURE_GRACE
 from horovod.runner.elastic import policy, termination
 from horovod.runner.elastic.discovery import HostManager
-from horovod.runner.elastic.failures import Failures
-from horovod.runner.elastic.job_state import (
-    JobState,
-    Limits,
-    Process,
-    name_of,
-    number_of,
-)
-from horovod.runner.elastic.liveness import DecisionLog, Liveness
+from horovod.runner.elastic.job_state import JobState, Limits, Process, name_of, number_of
+from horovod.runner.elastic.liveness import DecisionLog, Failures, Liveness
 from horovod.runner.elastic.mailbox import Inbox
 from horovod.runner.output.report import LaunchError, exit_status
 from horovod.runner.output.watcher import Status
@@ -118,7 +111,7 @@ class Driver(JobPolicy):
         self._status.note("end", status=exit_status(self.outcome), problem=self.outcome.problem)
 
     def _take_messages(self) -> None:
-        if self._inbox.take_all():
+        if self._inbox.note_all():
             self._reconcile()
 
     # -- what the hosts say ----------------------------------------------------------------
@@ -151,7 +144,7 @@ class Driver(JobPolicy):
         self._reconcile()
 
     def exited(self, host: str, exits: Sequence[tuple[int, int]]) -> None:
-        self._inbox.take_all()  # first what the workers wrote before they ended
+        self._inbox.note_all()  # first what the workers wrote before they ended
         for worker, code in exits:
             process = self._state.alive.get(worker)
             self._status.note("exited", worker=name_of(worker), host=host, code=code)

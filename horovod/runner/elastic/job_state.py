@@ -1,6 +1,6 @@
 """Everything that the driver of an elastic job knows: workers, decisions, hosts, failures.
 
-`driver`, `mailbox`, `liveness` and `failures` note events and decisions here.
+`driver`, `mailbox` and `liveness` note events and decisions here.
 `policy` and `termination` decide by this state and the user's `Limits`, and by nothing else.
 Workers are numbered in the order in which they are started; their names in the store are "w0",
 "w1", ...
@@ -92,16 +92,7 @@ class Process:
         That is the rank of the generation that it entered: it may not know the newest decision.
         """
         rank = self.ranks.get(self.entered[0], self.rank)
-        return Exit(rank, self.pid, code, self.host, self.because_of)
-
-
-@dataclass(frozen=True)
-class WorkerFailure:
-    """The failure of a worker."""
-
-    worker: int
-    exit: Exit
-    how: str = ""  # words for people, if more than the exit is known
+        return Exit(rank, self.pid, code, self.host, self.because_of, worker=self.number)
 
 
 @dataclass
@@ -144,8 +135,8 @@ class JobState:
     shortage: str = ""  # the message to people about that
 
     # What went wrong.
-    failures: list[WorkerFailure] = field(default_factory=list)  # since a generation formed
-    last_failure: WorkerFailure | None = None
+    failures: list[Exit] = field(default_factory=list)  # since a generation formed
+    last_failure: Exit | None = None
     have_met: bool = False  # a generation has formed since all workers were lost
     fruitless_starts: int = 0  # times in a row that all workers were lost before that
 
@@ -153,8 +144,8 @@ class JobState:
     finishing: bool = False  # a worker has finished: the job only shrinks from now on
     interrupted: bool = False  # the launcher was told to end: the job only shrinks, too
     ended_well: dict[int, Exit] = field(default_factory=dict)  # by rank
-    unrecovered: WorkerFailure | None = None  # a failure after which no worker has ended well
-    bad_end: WorkerFailure | None = None  # the failure of a worker that had finished training
+    unrecovered: Exit | None = None  # a failure after which no worker has ended well
+    bad_end: Exit | None = None  # the failure of a worker that had finished training
 
     # -- questions -------------------------------------------------------------------------
 
@@ -310,15 +301,14 @@ class JobState:
         self.ended_well[exit.rank] = exit
         self.unrecovered = None
 
-    def note_failure(self, process: Process, code: int, how: str = "") -> WorkerFailure:
+    def note_failure(self, process: Process, code: int, how: str = "") -> Exit:
         """Note a process that is gone because of a failure, which `how` describes to people."""
-        exit = process.exit(code)
-        if how and how != exit.describe():
-            exit = dataclasses.replace(exit, loss=how)
-        failure = WorkerFailure(process.number, exit, how)
+        failure = process.exit(code)
+        if how and how != failure.describe():
+            failure = dataclasses.replace(failure, loss=how)
         self.remove(process)
         self.failures.append(failure)
-        own = [each for each in self.failures if each.exit.because_of is None]
+        own = [each for each in self.failures if each.because_of is None]
         self.last_failure = (own or self.failures)[-1]
         # Until the newest generation has formed, the others may still be in an older one and wait
         # for a worker that the newest decision has left out.

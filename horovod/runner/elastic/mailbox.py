@@ -62,7 +62,7 @@ class Mailbox:
         self._waker.close()
 
 
-class Inbox:
+class Inbox(Mailbox):
     """Takes the answers of workers and of the discovery of hosts into the job's state."""
 
     def __init__(
@@ -77,6 +77,7 @@ class Inbox:
         finish: Callable[[Process], None],
     ) -> None:
         """Prepare to take messages; `finish` is called for each worker that has finished."""
+        super().__init__()
         self._state = state
         self._store = store
         self._manager = manager
@@ -85,41 +86,30 @@ class Inbox:
         self._decisions = decisions
         self._liveness = liveness
         self._finish = finish
-        self._mailbox = Mailbox()
         self._poller: HostPoller | None = None
         self._last_problem = ""  # the last problem with discovery
-
-    @property
-    def descriptor(self) -> int:
-        """A descriptor that is readable when `take_all` has something to do."""
-        return self._mailbox.descriptor
 
     def open(self, pause: float) -> None:
         """Watch the store's keys, and begin to ask for hosts, `pause` seconds after each answer."""
         self._store.watch(self._on_key)
-        report = partial(self._mailbox.post, "hosts")
-        self._poller = HostPoller(self._manager.discovery, report, pause)
+        self._poller = HostPoller(self._manager.discovery, partial(self.post, "hosts"), pause)
 
     def stop_polling(self) -> None:
         """Ask for hosts no more."""
         if self._poller is not None:
             self._poller.close()
 
-    def close(self) -> None:
-        """Close the descriptors."""
-        self._mailbox.close()
-
-    def take_all(self) -> bool:
+    def note_all(self) -> bool:
         """Note all messages in the state; return whether something may follow from them."""
         changed = False
-        for kind, content in self._mailbox.take_all():
+        for kind, content in self.take_all():
             changed |= self._take_hosts(content) if kind == "hosts" else self._take_answer(*content)
         return changed
 
     def _on_key(self, key: str) -> None:
         answer = parse_answer(key)
         if answer is not None:
-            self._mailbox.post("answer", answer)
+            self.post("answer", answer)
 
     def _take_hosts(self, answer: dict[str, int] | Exception) -> bool:
         state = self._state

@@ -266,7 +266,13 @@ def _finish(state: JobState, limits: Limits) -> ElasticPlan:
         return ElasticPlan(release=True)
     if state.number == 0 and not state.interrupted:
         return _begin_without(state, limits)
-    return ElasticPlan(proposal=_shrink(state, _members(state)))
+    members = tuple(_members(state))
+    has_lost = bool(state.failed_workers or state.decision_requested)
+    # Workers that ended well are no reason for a decision, unless the others request one.
+    if not members or not (has_lost or state.departed_workers):
+        return ElasticPlan()
+    lost = (*state.failed_workers, *state.finished_workers)
+    return ElasticPlan(proposal=Proposal(members, "failure" if has_lost else "removed", lost))
 
 
 def _begin_without(state: JobState, limits: Limits) -> ElasticPlan:
@@ -297,20 +303,6 @@ def _unused_hosts(state: JobState, limits: Limits) -> list[str]:
     return _hosts_to_start(
         dataclasses.replace(state, failures=[]), [], [*state.workers, *gone], limits
     )
-
-
-def _shrink(state: JobState, members: Sequence[Process]) -> Proposal | None:
-    """Propose to go on without workers that are gone.
-
-    Workers that ended well are no reason for a decision, unless the others request one.
-    """
-    if not members or not (
-        state.failed_workers or state.departed_workers or state.decision_requested
-    ):
-        return None
-    lost = (*state.failed_workers, *state.finished_workers)
-    kind = "failure" if state.failed_workers or state.decision_requested else "removed"
-    return Proposal(tuple(members), kind, lost)
 
 
 def _hosts_to_start(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from horovod.common.generations.decisions import DRIVER_LOST
 from horovod.observe.reports.amounts import count_of
-from horovod.runner.elastic.job_state import JobState, Limits, WorkerFailure
-from horovod.runner.output.report import Outcome, first_to_fail
+from horovod.runner.elastic.job_state import JobState, Limits
+from horovod.runner.output.report import Exit, Outcome, first_to_fail
 
 RESET_LIMIT_EXCEEDED_MESSAGE = (
     "the number of resets during elastic job exceeded limit: {} (--reset-limit)"
@@ -30,7 +30,7 @@ class Ending:
     """Why the job is over; with neither problem nor failure it has succeeded."""
 
     problem: str = ""
-    failure: WorkerFailure | None = None
+    failure: Exit | None = None
     status: int = 1
 
 
@@ -55,10 +55,10 @@ def find_ending(state: JobState, limits: Limits) -> Ending | None:
 
 def make_outcome(state: JobState, ending: Ending) -> Outcome:
     """Return the outcome of a job with this ending."""
-    outcome = Outcome(problem=ending.problem, problem_status=ending.status)
-    if ending.failure is not None:
-        first = outcome.first_failure = ending.failure.exit
-        outcome.exits = [failure.exit for failure in state.failures]
+    first = ending.failure
+    outcome = Outcome(first_failure=first, problem=ending.problem, problem_status=ending.status)
+    if first is not None:
+        outcome.exits = list(state.failures)
         early = [state.ended_well.get(rank) for rank in first.because_of or ()]
         outcome.early_exits = [exit for exit in early if exit is not None]
     return outcome
@@ -104,26 +104,25 @@ def describe_shortage(state: JobState, limits: Limits) -> str:
     return f"waiting up to {limits.elastic_timeout:g} s for hosts: {_describe_lack(state, limits)}"
 
 
-def _describe_bad_end(failure: WorkerFailure) -> str:
+def _describe_bad_end(failure: Exit) -> str:
     """Return a line for people about a worker that has trained to the end and failed then."""
     return (
-        f"rank {failure.exit.rank} on {failure.exit.host} had finished training, and then failed: "
-        f"{failure.how or failure.exit.describe()}. What its script does after training may not "
-        f"have happened: check what it should have written"
+        f"rank {failure.rank} on {failure.host} had finished training, and then failed: "
+        f"{failure.describe()}. What its script does after training may not have happened: check "
+        f"what it should have written"
     )
 
 
 def _ending_if_useless(state: JobState) -> Ending | None:
     """Return the ending if all workers are lost and others would fail in the same way."""
-    first = first_to_fail([failure.exit for failure in state.failures])
-    assert first is not None, "all of them failed"
-    blamed = next(failure for failure in state.failures if failure.exit is first)
+    exits = state.failures
+    blamed = first_to_fail(exits)
+    assert blamed is not None, "all of them failed"
     again = state.fruitless_starts + (not state.have_met) >= _MOST_FRUITLESS
-    exits = [failure.exit for failure in state.failures]
     # One that was lost with its host before it ran (a negative code) says nothing about others.
     if all(exit.pid == 0 and exit.code > 0 for exit in exits):  # none could be started
         others = set(state.usable) - {exit.host for exit in exits}
-        return None if others and not again else Ending(state.host_problem, status=first.status)
+        return None if others and not again else Ending(state.host_problem, status=blamed.status)
     if all(exit.code > 0 and exit.code != DRIVER_LOST for exit in exits):
         return Ending(failure=blamed)  # by themselves, not by a signal or with their host
     if again:
@@ -138,7 +137,7 @@ def _ending_without_hosts(state: JobState, limits: Limits) -> Ending | None:
         failure = state.last_failure
         last = state.host_problem
         if failure is not None:
-            last = f"rank {failure.exit.rank} on {failure.exit.host}, {failure.exit.describe()}"
+            last = f"rank {failure.rank} on {failure.host}, {failure.describe()}"
         return Ending(
             f"every host has failed too often (--max-worker-failures), and "
             f"{_describe_workers(state)}; the last: {last}",

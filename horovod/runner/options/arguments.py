@@ -40,7 +40,6 @@ from collections.abc import Mapping, Sequence
 
 from horovod.runner.options.config_file import CONTROLLER, read_config_file
 from horovod.runner.options.parser import DEFAULT_WORKER_FAILURES, make_parser
-from horovod.runner.options.plan import check_plan
 from horovod.runner.options.syntax import fill_in_values
 from horovod.runner.options.tunables import (
     TUNABLES,
@@ -73,11 +72,10 @@ def parse_args(
         argv: The arguments; by default those of this process.
         environ: The environment of the launcher.
     """
-    parser = make_parser()
     try:
-        return _read(parser, argv, environ)
+        return make_options(sys.argv[1:] if argv is None else argv, environ)
     except ValueError as error:
-        parser.give_up(str(error))
+        make_parser().give_up(str(error))
 
 
 def make_options(
@@ -92,7 +90,38 @@ def make_options(
     Raises:
         ValueError: If they do not describe a job.
     """
-    return _read(make_parser(), argv, environ)
+    parser = make_parser()
+    words = fill_in_values(parser, argv)
+    options, unknown = parser.parse_known_args(words, argparse.Namespace(notices=[]))
+    if unknown:
+        raise ValueError(_unrecognised(parser, unknown[0]))
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if options.version or options.check_build or options.completion:
+        return options
+    _check_plan(options)
+    if options.plan:
+        return options
+    if options.join is not None:
+        _check_join(options)
+        return options
+    typed = chosen_variables(options)
+    _settle_scaling(parser, options)
+    _merge_config_file(options)
+    _settle_hosts(options, environ)
+    _settle_job(options)
+    _check_sizes(options)
+    _settle_elastic(options)
+    _settle_launcher(options, environ)
+    _check_listen(parser, options)
+    settings(options, environ)  # raises an error for variables that the workers would refuse
+    # Only for options that were typed: a configuration file may well list values that matter
+    # only together with others.
+    options.notices += ineffective_variables(
+        typed, {**environ, **chosen_variables(options)}
+    ).values()
+    options.notices += _notices(parser, options, environ)
+    return options
 
 
 def as_words(values: Mapping[str, object]) -> list[str]:
@@ -113,40 +142,19 @@ def as_words(values: Mapping[str, object]) -> list[str]:
     return words
 
 
-def _read(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, environ: Mapping[str, str]
-) -> argparse.Namespace:
-    argv = fill_in_values(parser, sys.argv[1:] if argv is None else argv)
-    options, unknown = parser.parse_known_args(argv, argparse.Namespace(notices=[]))
-    if unknown:
-        raise ValueError(_unrecognised(parser, unknown[0]))
-    if options.command[:1] == ["--"]:
-        del options.command[0]
-    if options.version or options.check_build or options.completion:
-        return options
-    check_plan(options)
-    if options.plan:
-        return options
-    if options.join is not None:
-        _check_join(options)
-        return options
-    typed = chosen_variables(options)
-    _settle_scaling(parser, options)
-    _merge_config_file(options)
-    _settle_hosts(options, environ)
-    _settle_job(options)
-    _check_sizes(options)
-    _settle_elastic(options)
-    _settle_launcher(options, environ)
-    _check_listen(options)
-    settings(options, environ)  # raises an error for variables that the workers would refuse
-    # Only for options that were typed: a configuration file may well list values that matter
-    # only together with others.
-    options.notices += ineffective_variables(
-        typed, {**environ, **chosen_variables(options)}
-    ).values()
-    options.notices += _notices(parser, options, environ)
-    return options
+def _check_plan(options: argparse.Namespace) -> None:
+    """Check that the options of a plan are complete, or that there is none of them."""
+    given = {"--model-size": options.model_size, "--step-time": options.step_time}
+    for flag, value in {**given, "--link": options.link}.items():
+        if value is not None and not options.plan:
+            raise ValueError(f"argument {flag}: it belongs to --plan, which is missing")
+        if value is None and options.plan:
+            raise ValueError(
+                f"argument --plan: {flag} is missing; for example: horovodrun --plan -np 8 "
+                f"--model-size 124M --step-time 0.3 --link 1Gbit/20ms"
+            )
+    if options.plan and not options.hosts and not options.num_proc:
+        raise ValueError("argument --plan: say how many hosts there are, with -np or -H")
 
 
 def _check_join(options: argparse.Namespace) -> None:
@@ -162,24 +170,15 @@ def _check_join(options: argparse.Namespace) -> None:
         raise ValueError("argument --join: say where the job waits, such as node1:29400")
 
 
-def _check_listen(options: argparse.Namespace) -> None:
+def _check_listen(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Check the options of a job that waits for hosts: it neither starts nor looks for them."""
     if options.listen is None:
         if options.secret_file is not None:
             options.notices.append("--secret-file has no effect without --listen or --join")
         return
-    others = {
-        "--host-discovery-script": options.host_discovery_script,
-        "--start-command": options.start_command,
-        "--scaling": options.scaling,
-        "--mpi": options.use_mpi,
-        "--jsrun": options.use_jsrun,
-        "--dry-run": options.dry_run,
-        "--check": options.check,
-    }
-    for flag, value in others.items():
-        if value:
-            raise ValueError(f"argument --listen: not possible with {flag}")
+    names = ("host_discovery_script", "start_command", "scaling", "use_mpi", "use_jsrun")
+    for flag in _given_flags(parser, options, (*names, "dry_run", "check")):
+        raise ValueError(f"argument --listen: not possible with {flag}")
     options.use_gloo = True
 
 
@@ -260,9 +259,10 @@ def _settle_job(options: argparse.Namespace) -> None:
         )
     words = [word for word in options.command if not _ASSIGNMENT.match(word)]
     if not (words and words[0]) and not options.check:
-        raise ValueError(
-            f"say what to run, for example: horovodrun {_size_option(options)} python train.py"
-        )
+        size = f"-np {options.num_proc}"
+        if options.scaling is not None:
+            size = f"--scaling {','.join(map(str, options.scaling))}"
+        raise ValueError(f"say what to run, for example: horovodrun {size} python train.py")
     if options.command and _ASSIGNMENT.match(options.command[0]):  # NAME=VALUE python train.py
         options.command.insert(0, "env")
     if not options.hosts and options.host_discovery_script is None and options.listen is None:
@@ -271,29 +271,20 @@ def _settle_job(options: argparse.Namespace) -> None:
         options.network_interfaces = list(dict.fromkeys(options.network_interfaces))
 
 
-def _size_option(options: argparse.Namespace) -> str:
-    if options.scaling is None:
-        return f"-np {options.num_proc}"
-    return f"--scaling {','.join(map(str, options.scaling))}"
-
-
 def _settle_scaling(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Check the options of a scaling study, which says itself how many processes there are."""
-    given = _given_flags(parser, options, ("repeat", "scaling_output", "scaling_published"))
-    given += ["--strong"] if options.strong else []
     if options.scaling is None:
-        if given:
-            raise ValueError(f"argument {given[0]}: it is for a study with --scaling, such as 1,2")
+        names = ("repeat", "scaling_output", "scaling_published", "strong")
+        for flag in _given_flags(parser, options, names):
+            raise ValueError(f"argument {flag}: it is for a study with --scaling, such as 1,2")
         return
     if options.num_proc is not None:
         raise ValueError("argument --scaling: it says how many processes to run; leave out -np")
-    elastic = _given_flags(
-        parser, options, ("host_discovery_script", "min_num_proc", *_NEEDS_ELASTIC)
-    )
-    if elastic:
+    elastic = ("host_discovery_script", "min_num_proc", *_NEEDS_ELASTIC)
+    for flag in _given_flags(parser, options, elastic):
         raise ValueError(
             f"argument --scaling: not possible in an elastic job, whose size changes; leave out "
-            f"{elastic[0]}"
+            f"{flag}"
         )
     if options.attach is not None:
         raise ValueError("argument --attach: not possible with --scaling, which runs several jobs")
@@ -375,6 +366,7 @@ def _notices(
 def _given_flags(
     parser: argparse.ArgumentParser, options: argparse.Namespace, names: Sequence[str]
 ) -> list[str]:
-    """Return the options that set these attributes, if they have a value."""
+    """Return the options that set these attributes, if they have a value or are on."""
     flags = {action.dest: action.option_strings[0] for action in parser._actions[:-1]}
-    return [flags[name] for name in names if getattr(options, name) is not None]
+    given = {name: getattr(options, name) for name in names}
+    return [flags[n] for n, value in given.items() if value is not None and value is not False]

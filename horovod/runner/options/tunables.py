@@ -1,10 +1,10 @@
 """The table of options that set a variable of Horovod's core, with one row each.
 
-A row names the option, the variable, and the key of the configuration file. `options.parser` makes
-options from it, `config_file` the schema of the file, `options.page` the documentation, and
-`jobs.request` the workers' environment. Type, bounds, default and, unless the row has its own, the
-help text are those of the knob in `horovod.common.config`, so that a wrong value is refused before
-anything starts.
+A row names the option, the key of the configuration file, and the variable unless it has the
+option's name. `options.parser` makes options from it, `config_file` the schema of the file,
+docs/site/option_tables.py the documentation, and `jobs.request` the workers' environment. Type,
+bounds, default and, unless the row has its own, the help text are those of the knob in
+`horovod.common.config`, so that a wrong value is refused before anything starts.
 
 Precedence: an option beats the configuration file, which beats the variable as it is in the
 launcher's environment, which beats the default.
@@ -36,7 +36,7 @@ class Tunable:
     """
 
     flag: str
-    env: str
+    variable: str = ""  # if it is not HOROVOD_ and the name of the option
     key: str = ""  # its key in the configuration file
     inverse_key: str = ""  # the key with the opposite sense
     metavar: str = ""
@@ -49,6 +49,11 @@ class Tunable:
     value_optional: bool = False  # without a value the option means "on"
     only_with: str = ""  # the variable without which this one has no effect
     inert_reason: str = ""  # why the option changes nothing
+
+    @property
+    def env(self) -> str:
+        """The variable."""
+        return self.variable or f"HOROVOD_{self.dest.upper()}"
 
     @property
     def knob(self) -> Knob:
@@ -90,6 +95,13 @@ class Tunable:
 ELASTIC = "elastic jobs (made so by --min-np or --host-discovery-script)"
 LIBRARIES = "libraries"
 
+
+def _autotune(name: str, metavar: str, variable: str = "") -> Tunable:
+    """Return the row of an option of the search."""
+    flag, key = f"--autotune-{name.replace('_', '-')}", f"autotune.{name}"
+    return Tunable(flag, variable, key, metavar=metavar, only_with="HOROVOD_AUTOTUNE")
+
+
 SECTIONS = {
     "tuning": (
         Tunable(
@@ -108,95 +120,45 @@ SECTIONS = {
             metavar="MS",
             transform=lambda milliseconds: str(float(milliseconds)),
         ),
-        Tunable(
-            "--cache-capacity",
-            "HOROVOD_CACHE_CAPACITY",
-            "params.cache_capacity",
-            metavar="ENTRIES",
-        ),
+        Tunable("--cache-capacity", key="params.cache_capacity", metavar="ENTRIES"),
         Tunable(
             "--hierarchical-allreduce",
-            "HOROVOD_HIERARCHICAL_ALLREDUCE",
-            "params.hierarchical_allreduce",
+            key="params.hierarchical_allreduce",
             help="Reduce inside hosts first, then between them (default: where there are several "
             "hosts and some run several processes).",
         ),
         Tunable(
             "--hierarchical-allgather",
-            "HOROVOD_HIERARCHICAL_ALLGATHER",
-            "params.hierarchical_allgather",
+            key="params.hierarchical_allgather",
             help="The same for allgather.",
         ),
         Tunable(
             "--torus-allreduce",
-            "HOROVOD_TORUS_ALLREDUCE",
-            "params.torus_allreduce",
+            key="params.torus_allreduce",
             inert_reason="hierarchical allreduce takes its place",
         ),
     ),
     "autotuning": (
         Tunable(
             "--autotune",
-            "HOROVOD_AUTOTUNE",
-            "autotune.enabled",
+            key="autotune.enabled",
             help="Search for the fastest way to reduce gradients while the job trains. Options "
             "above that are given stay as they are.",
         ),
-        Tunable(
-            "--autotune-log-file",
-            "HOROVOD_AUTOTUNE_LOG",
-            "autotune.log_file",
-            metavar="FILE",
-            only_with="HOROVOD_AUTOTUNE",
-        ),
-        Tunable(
-            "--autotune-warmup-samples",
-            "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
-            "autotune.warmup_samples",
-            metavar="SAMPLES",
-            only_with="HOROVOD_AUTOTUNE",
-        ),
-        Tunable(
-            "--autotune-steps-per-sample",
-            "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
-            "autotune.steps_per_sample",
-            metavar="STEPS",
-            only_with="HOROVOD_AUTOTUNE",
-        ),
-        Tunable(
-            "--autotune-bayes-opt-max-samples",
-            "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
-            "autotune.bayes_opt_max_samples",
-            metavar="SAMPLES",
-            only_with="HOROVOD_AUTOTUNE",
-        ),
-        Tunable(
-            "--autotune-gaussian-process-noise",
-            "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
-            "autotune.gaussian_process_noise",
-            metavar="NOISE",
-            only_with="HOROVOD_AUTOTUNE",
-        ),
+        _autotune("log_file", "FILE", "HOROVOD_AUTOTUNE_LOG"),
+        _autotune("warmup_samples", "SAMPLES"),
+        _autotune("steps_per_sample", "STEPS"),
+        _autotune("bayes_opt_max_samples", "SAMPLES"),
+        _autotune("gaussian_process_noise", "NOISE"),
     ),
     "timeline (a trace to open in chrome://tracing or ui.perfetto.dev)": (
-        Tunable(
-            "--timeline-filename",
-            "HOROVOD_TIMELINE",
-            "timeline.filename",
-            metavar="FILE",
-        ),
-        Tunable(
-            "--timeline-mark-cycles",
-            "HOROVOD_TIMELINE_MARK_CYCLES",
-            "timeline.mark_cycles",
-            only_with="HOROVOD_TIMELINE",
-        ),
+        Tunable("--timeline-filename", "HOROVOD_TIMELINE", "timeline.filename", metavar="FILE"),
+        Tunable("--timeline-mark-cycles", key="timeline.mark_cycles", only_with="HOROVOD_TIMELINE"),
     ),
     "dashboard (a live page about the job)": (
         Tunable(
             "--dashboard",
-            "HOROVOD_DASHBOARD",
-            "dashboard.address",
+            key="dashboard.address",
             metavar="[ADDRESS:PORT]",
             pattern=PATTERN,
             value_optional=True,
@@ -206,8 +168,7 @@ SECTIONS = {
         ),
         Tunable(
             "--dashboard-save",
-            "HOROVOD_DASHBOARD_SAVE",
-            "dashboard.save",
+            key="dashboard.save",
             metavar="FILE",
             only_with="HOROVOD_DASHBOARD",
             help="Save that page, as one HTML file, when the job ends (default: do not).",
@@ -232,38 +193,24 @@ SECTIONS = {
             "stall_check.shutdown_time_seconds",
             metavar="SECONDS",
         ),
-        Tunable(
-            "--check-nan",
-            "HOROVOD_CHECK_NAN",
-        ),
+        Tunable("--check-nan"),
     ),
     "time limits": (
-        Tunable("--start-timeout", "HOROVOD_START_TIMEOUT", metavar="SECONDS"),
+        Tunable("--start-timeout", metavar="SECONDS"),
         Tunable(
             "--gloo-timeout-seconds",
-            "HOROVOD_GLOO_TIMEOUT_SECONDS",
-            "library_options.gloo_timeout_seconds",
+            key="library_options.gloo_timeout_seconds",
             metavar="SECONDS",
             help="Seconds that a connection or collective between hosts may take (default: 30).",
         ),
     ),
-    ELASTIC: (Tunable("--elastic-timeout", "HOROVOD_ELASTIC_TIMEOUT", metavar="SECONDS"),),
+    ELASTIC: (Tunable("--elastic-timeout", metavar="SECONDS"),),
     LIBRARIES: (
-        Tunable(
-            "--mpi-threads-disable",
-            "HOROVOD_MPI_THREADS_DISABLE",
-            "library_options.mpi_threads_disable",
-        ),
-        Tunable(
-            "--num-nccl-streams",
-            "HOROVOD_NUM_NCCL_STREAMS",
-            "library_options.num_nccl_streams",
-            metavar="STREAMS",
-        ),
+        Tunable("--mpi-threads-disable", key="library_options.mpi_threads_disable"),
+        Tunable("--num-nccl-streams", key="library_options.num_nccl_streams", metavar="STREAMS"),
         Tunable(
             "--thread-affinity",
-            "HOROVOD_THREAD_AFFINITY",
-            "library_options.thread_affinity",
+            key="library_options.thread_affinity",
             metavar="CORE[,CORE...]",
             pattern=r"[0-9]+(,[0-9]+)*",
             help="Cores, one for each local rank, to which the background threads are bound "
@@ -273,8 +220,7 @@ SECTIONS = {
     "logging": (
         Tunable(
             "--log-level",
-            "HOROVOD_LOG_LEVEL",
-            "logging.level",
+            key="logging.level",
             metavar="LEVEL",
             choices=_LEVELS,
             help=f"Least severe level shown: {', '.join(_LEVELS)} (default: WARNING).",
@@ -302,8 +248,9 @@ def chosen_variables(options: argparse.Namespace) -> dict[str, str]:
 
 def ineffective_variables(values: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables among ``values`` that do nothing without another, with the reason."""
+    flags = {row.env: row.flag for row in TUNABLES}
     return {
-        row.env: f"{row.flag} has no effect without {_flag_of(row.only_with)}"
+        row.env: f"{row.flag} has no effect without {flags[row.only_with]}"
         for row in TUNABLES
         if row.env in values
         and row.only_with
@@ -335,10 +282,6 @@ def settings_environment(options: argparse.Namespace, environ: Mapping[str, str]
 def settings(options: argparse.Namespace, environ: Mapping[str, str]) -> Config:
     """Return the knobs as the workers will see them; the launcher takes its time limits there."""
     return Config.from_env({**environ, **settings_environment(options, environ)})
-
-
-def _flag_of(env: str) -> str:
-    return next(row.flag for row in TUNABLES if row.env == env)
 
 
 def _is_on(env: str, text: str) -> bool:

@@ -185,3 +185,34 @@ def program(path: str) -> str:
     if found is None:
         raise ValueError(f"there is no program {path!r}")
     return os.path.abspath(found)
+
+
+_COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9}
+_RATES = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
+
+
+def parameters(text: str) -> float:
+    """Read a number of parameters such as ``124M``."""
+    match = re.fullmatch(rf"{_NUMBER}([KMB]?)", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a number of parameters such as 350K, 124M or 7B")
+    return float(match[1]) * _COUNTS[match[2].upper()]
+
+
+def seconds(text: str) -> float:
+    """Read a positive number of seconds."""
+    match = re.fullmatch(rf"{_NUMBER}s?", text)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a number of seconds such as 0.3")
+    return float(match[1])
+
+
+def link(text: str) -> tuple[float, float]:
+    """Read a link such as ``1Gbit/20ms``: seconds one way, and bytes per second."""
+    match = re.fullmatch(rf"{_NUMBER}([kmg]bit)(?:/s)?(?:/{_NUMBER}(us|ms|s))?", text.lower())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{text!r} is not a link such as 10Gbit, 1Gbit/20ms or 100Mbit/50ms")
+    latency = float(match[3]) * _TIMES[match[4]] if match[3] else 0.0
+    return latency, float(match[1]) * _RATES[match[2]] / 8

@@ -75,13 +75,10 @@ class Source:
     returned: bool = field(default=False, init=False)  # its last line ended in \r
     drawn: bool = field(default=False, init=False)  # something ended in \r since the last \n
 
-    @property
-    def prefix(self) -> bytes:
-        return b"[%d]<%s>:" % (self.rank, self.stream.encode())
-
     def line_prefix(self, timestamp: bool) -> bytes:
-        """Return what goes before a line: the prefix, after the time if ``timestamp`` is set."""
-        return (time.asctime().encode() if timestamp else b"") + self.prefix
+        """Return what goes before a line: rank and stream, after the time if `timestamp` is set."""
+        when = time.asctime() if timestamp else ""
+        return f"{when}[{self.rank}]<{self.stream}>:".encode()
 
 
 class Console:

@@ -101,18 +101,17 @@ class InterruptFilter:
             text = line.text
             if _BEGIN.match(text):
                 self._in_traceback = True
-                self._held.append(line)
-            elif self._in_traceback and _INSIDE.match(text):
-                self._held.append(line)
+            elif self._held and _INSIDE.match(text):
+                pass  # of a traceback, or perhaps what leads to the next one
             elif self._in_traceback:
                 self._in_traceback = False
                 self._is_expected = _EXPECTED.match(text) is not None
-                self._held.append(line)
-            elif self._held and _INSIDE.match(text):  # perhaps what leads to the next traceback
-                self._held.append(line)
             else:
                 shown += self.finish()
-                (self._held if _BEFORE.match(text) else shown).append(line)
+                if not _BEFORE.match(text):
+                    shown.append(line)
+                    continue
+            self._held.append(line)
         return shown
 
     def finish(self) -> list[Line]:

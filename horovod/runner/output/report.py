@@ -63,6 +63,7 @@ class Exit:
     host: str = "localhost"
     because_of: tuple[int, ...] | None = None  # the ranks whose loss made it fail, if it said so
     loss: str = ""  # how it was lost, where its exit code does not say that
+    worker: int = -1  # its number, in an elastic job
 
     @property
     def status(self) -> int:
@@ -138,12 +139,7 @@ class CauseFinder:
         self.failures += failures
 
     def awaited(self, running: Collection[int]) -> set[int]:
-        """Return ranks that still run and that others name as the cause of their failure.
-
-        There are none if any rank failed by itself.
-        """
-        if any(one.because_of is None for one in self.failures):
-            return set()
+        """Return ranks that still run and that others name as the cause of their failure."""
         return self._named() & set(running)
 
     def first(self) -> Exit | None:
@@ -168,17 +164,15 @@ class CauseFinder:
         return count, self.failures.index(one)
 
     def early_exits(self, exits: Sequence[Exit]) -> list[Exit]:
-        """Return the exits of ranks that others waited for in vain: they had left, or hung.
-
-        There are none if any rank failed by itself.
-        """
-        if any(one.because_of is None for one in self.failures):
-            return []
+        """Return the exits of ranks that others waited for in vain: they had left, or hung."""
         guilty = self._named() - {one.rank for one in self.failures}
         ended = [one for one in exits if one.rank in guilty]
         return [one for one in ended if one.code == 0] or ended
 
     def _named(self) -> set[int]:
+        """Return the ranks that others name as the cause; none if any rank failed by itself."""
+        if any(one.because_of is None for one in self.failures):
+            return set()
         return {rank for one in self.failures for rank in one.because_of or ()}
 
 
@@ -233,7 +227,9 @@ def describe_failure(outcome: Outcome, tail: Sequence[str], log: str | None = No
     elif tail:
         text.append(f"Last lines of its stderr{f' (all of it: {log})' if log else ''}:")
     else:
-        text.append(f"It wrote nothing to stderr.{_hint(first)}")
+        is_killed = -first.code == signal.SIGKILL and not first.loss
+        hint = " SIGKILL often means that the machine ran out of memory (see dmesg)."
+        text.append(f"It wrote nothing to stderr.{hint if is_killed else ''}")
     if tail:
         text += ["", *(f"  {line}".rstrip() for line in tail)]
     if first is not None and any(line.startswith("bdb.BdbQuit") for line in tail):
@@ -257,12 +253,6 @@ def _how_early(one: Exit) -> str:
     if -one.code in (signal.SIGTERM, signal.SIGKILL):  # we have ended it
         return "took no part in what other ranks waited for, and ran on until it was ended"
     return f"{one.describe()}, while other ranks still needed it for a collective operation"
-
-
-def _hint(first: Exit) -> str:
-    if -first.code == signal.SIGKILL and not first.loss:
-        return " SIGKILL often means that the machine ran out of memory (see dmesg)."
-    return ""
 
 
 def _others(outcome: Outcome, first: Exit | None) -> list[str]:

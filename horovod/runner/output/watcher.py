@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from horovod.runner.output.console import Colour, Console
@@ -69,12 +68,7 @@ class JobWatcher:
     def __enter__(self) -> JobWatcher:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(error)
 
 

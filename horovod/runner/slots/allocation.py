@@ -26,7 +26,6 @@ from horovod.runner.slots.hosts import (
 )
 
 Environ = Mapping[str, str]
-ReadLines = Callable[[str], Sequence[str]]
 
 _HOSTFILE_VARIABLES = (
     "OMPI_MCA_orte_default_hostfile",  # Open MPI 4
@@ -94,27 +93,27 @@ class Reader:
 
     name: str
     variables: Sequence[str]  # any of them shows that the system is there
-    read: Callable[[Environ, ReadLines], list[Host]]  # no hosts: the system is not there after all
-    job: Sequence[str] = ()  # variables with the job's number; the first that is set counts
+    read: Callable[[Environ], list[Host]]  # no hosts: the system is not there after all
     advice: str = "ask it for more slots"
+    job: Sequence[str] = ()  # variables with the job's number, if others; the first set one counts
 
-    def find(self, environ: Environ, read_lines: ReadLines) -> Allocation | None:
+    def find(self, environ: Environ) -> Allocation | None:
         """Return this system's allocation; None outside of it."""
         if self.variables and not any(environ.get(name) for name in self.variables):
             return None
-        hosts = self.read(environ, read_lines)
+        hosts = self.read(environ)
         if not hosts:
             return None
-        number = next((environ[name] for name in self.job if environ.get(name)), "")
+        numbers = (environ[name] for name in self.job or self.variables if environ.get(name))
+        number = next(numbers, "")
         return Allocation(f"{self.name} {number}".strip(), hosts, self.advice)
 
 
-def find_allocation(environ: Environ, read_lines: ReadLines | None = None) -> Allocation | None:
+def find_allocation(environ: Environ) -> Allocation | None:
     """Return the hosts that a batch system has given to this process.
 
     Args:
         environ: The environment of this process.
-        read_lines: Reads the lines of a file; by default from disk.
 
     Returns:
         The allocation; None outside of all the systems of `READERS`.
@@ -122,17 +121,14 @@ def find_allocation(environ: Environ, read_lines: ReadLines | None = None) -> Al
     Raises:
         ValueError: If a variable or a file cannot be understood; the message has its name and text.
     """
-    for reader in READERS:
-        found = reader.find(environ, read_lines or _read_lines)
-        if found is not None:
-            return found
-    return None
+    found = (reader.find(environ) for reader in READERS)
+    return next((allocation for allocation in found if allocation is not None), None)
 
 
 # -- readers ---------------------------------------------------------------------------------
 
 
-def read_lsf(environ: Environ, _read: ReadLines | None = None) -> list[Host]:
+def read_lsf(environ: Environ) -> list[Host]:
     """Read ``LSB_MCPU_HOSTS``: pairs of host and slots."""
     words = environ.get("LSB_MCPU_HOSTS", "").split() if environ.get("LSB_JOBID") else []
     names, counts = words[::2], words[1::2]
@@ -150,7 +146,7 @@ def read_lsf(environ: Environ, _read: ReadLines | None = None) -> list[Host]:
     return hosts
 
 
-def _read_slurm(environ: Environ, _read: ReadLines) -> list[Host]:
+def _read_slurm(environ: Environ) -> list[Host]:
     if not environ.get("SLURM_HET_SIZE"):
         return _slurm_group(environ, "")
     return merge_hosts(itertools.chain(*slurm_groups(environ)))
@@ -233,12 +229,12 @@ def expand_nodelist(text: str) -> list[str]:
     return names
 
 
-def _read_pbs(environ: Environ, read_lines: ReadLines) -> list[Host]:
+def _read_pbs(environ: Environ) -> list[Host]:
     """Read a file with a line for each process.
 
     If each host has one line only, Torque's number of processors per node counts.
     """
-    hosts = _hosts_of_lines("PBS_NODEFILE", environ, read_lines)
+    hosts = _hosts_of_lines("PBS_NODEFILE", environ)
     each = environ.get("PBS_NUM_PPN", "")
     if each and all(host.slots == 1 for host in hosts):
         try:
@@ -248,23 +244,21 @@ def _read_pbs(environ: Environ, read_lines: ReadLines) -> list[Host]:
     return hosts
 
 
-def _read_cobalt(environ: Environ, read_lines: ReadLines) -> list[Host]:
+def _read_cobalt(environ: Environ) -> list[Host]:
     """Read a file with a line for each node; the number of processes is unknown."""
-    hosts = _hosts_of_lines("COBALT_NODEFILE", environ, read_lines)
+    hosts = _hosts_of_lines("COBALT_NODEFILE", environ)
     return [Host(host.name) for host in hosts]
 
 
-def _read_sge(environ: Environ, read_lines: ReadLines) -> list[Host]:
+def _read_sge(environ: Environ) -> list[Host]:
     """Read lines of host, slots, queue and processors."""
-    return _hosts_of_lines("PE_HOSTFILE", environ, read_lines, with_slots=True)
+    return _hosts_of_lines("PE_HOSTFILE", environ, with_slots=True)
 
 
-def _hosts_of_lines(
-    variable: str, environ: Environ, read_lines: ReadLines, with_slots: bool = False
-) -> list[Host]:
+def _hosts_of_lines(variable: str, environ: Environ, with_slots: bool = False) -> list[Host]:
     """Read a file with a host on each line; a host on several lines has that many slots."""
     hosts = []
-    for number, line in enumerate(_lines(variable, environ[variable], read_lines), start=1):
+    for number, line in enumerate(_lines(variable, environ[variable]), start=1):
         words = line.split()
         if not words:
             continue
@@ -278,11 +272,11 @@ def _hosts_of_lines(
     return merge_hosts(hosts)
 
 
-def _read_mpi_hostfile(environ: Environ, read_lines: ReadLines) -> list[Host]:
+def _read_mpi_hostfile(environ: Environ) -> list[Host]:
     variable = next((name for name in _HOSTFILE_VARIABLES if environ.get(name)), "")
     path = environ[variable] if variable else _OPERATOR_HOSTFILE
     try:
-        lines = _lines(variable, path, read_lines)
+        lines = _lines(variable, path)
     except ValueError:
         if variable:
             raise
@@ -293,53 +287,43 @@ def _read_mpi_hostfile(environ: Environ, read_lines: ReadLines) -> list[Host]:
         raise ValueError(f"{f'{variable}=' if variable else ''}{path}: {error}") from None
 
 
-def _lines(variable: str, path: str, read_lines: ReadLines) -> Sequence[str]:
+def _lines(variable: str, path: str) -> list[str]:
     try:
         return read_lines(path)
     except OSError as error:
         raise ValueError(f"{variable}={path}: cannot read it: {error.strerror}") from None
 
 
-def _read_lines(path: str) -> list[str]:
+def read_lines(path: str) -> list[str]:
+    """Return the lines of a file."""
     with open(path, encoding="utf-8", errors="replace") as file:
         return file.read().splitlines()
 
 
 READERS = (
-    Reader(
-        "LSF job",
-        ["LSB_JOBID"],
-        read_lsf,
-        job=["LSB_JOBID"],
-        advice="ask LSF for more slots (bsub -n)",
-    ),
+    Reader("LSF job", ["LSB_JOBID"], read_lsf, "ask LSF for more slots (bsub -n)"),
     Reader(
         "Slurm job",
         ["SLURM_JOB_ID", "SLURM_JOBID"],
         _read_slurm,
-        job=["SLURM_JOB_ID", "SLURM_JOBID"],
-        advice="ask Slurm for more tasks (--ntasks, --ntasks-per-node)",
+        "ask Slurm for more tasks (--ntasks, --ntasks-per-node)",
     ),
     Reader(
         "PBS job",
         ["PBS_NODEFILE"],
         _read_pbs,
+        "ask PBS for more processes (-l select=N:mpiprocs=M, -l nodes=N:ppn=M)",
         job=["PBS_JOBID"],
-        advice="ask PBS for more processes (-l select=N:mpiprocs=M, -l nodes=N:ppn=M)",
     ),
     Reader(
-        "SGE job",
-        ["PE_HOSTFILE"],
-        _read_sge,
-        job=["JOB_ID"],
-        advice="ask SGE for more slots (qsub -pe)",
+        "SGE job", ["PE_HOSTFILE"], _read_sge, "ask SGE for more slots (qsub -pe)", job=["JOB_ID"]
     ),
     Reader("Cobalt job", ["COBALT_NODEFILE"], _read_cobalt, job=["COBALT_JOBID"]),
     Reader(
         "MPI hostfile",
         [],  # its variables, or the file alone
         _read_mpi_hostfile,
+        "ask for more slots (slotsPerWorker, or more workers)",
         job=_HOSTFILE_VARIABLES,
-        advice="ask for more slots (slotsPerWorker, or more workers)",
     ),
 )

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from horovod.runner.options.arguments import parse_args
 from horovod.runner.options.config_file import read_config_file, schema
-from horovod.runner.options.page import generated_parts
 from horovod.runner.options.tunables import (
     TUNABLES,
     chosen_variables,
     settings,
     settings_environment,
 )
+
+PAGE = Path(__file__).parents[3] / "docs" / "horovodrun.md"
 
 EVERYTHING = """\
 controller: mpi
@@ -209,7 +210,8 @@ def test_any_text_is_values_or_a_value_error(tmp_path_factory, text: str):
 
 
 def test_the_example_in_the_documentation_sets_every_default(config):
-    path = config(textwrap.dedent(generated_parts()["configuration"]))
+    example = PAGE.read_text().partition("begin configuration -->\n")[2]
+    path = config(textwrap.dedent(example.partition("<!-- end")[0]))
     options = parse_args(["-np", "1", "--config-file", path, "cmd"], {})
     assert options.notices == []
     env = chosen_variables(options)

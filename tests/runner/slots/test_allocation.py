@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from horovod.runner.agents.starters import Srun
 from horovod.runner.options.arguments import parse_args
-from horovod.runner.slots.allocation import Allocation, expand_nodelist, find_allocation, read_lsf
+from horovod.runner.slots import allocation
+from horovod.runner.slots.allocation import Allocation, expand_nodelist, read_lsf
 from horovod.runner.slots.hosts import Host
 
 FILES = {
@@ -42,10 +43,18 @@ def reader(files: Mapping[str, Sequence[str]]) -> Callable[[str], Sequence[str]]
 OTHERS = {path: lines for path, lines in FILES.items() if not path.startswith("/etc")}
 
 
+def find(
+    environ: Mapping[str, str], files: Mapping[str, Sequence[str]] = OTHERS
+) -> Allocation | None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocation, "read_lines", reader(files))
+        return allocation.find_allocation(environ)
+
+
 def found(environ: Mapping[str, str], files: Mapping[str, Sequence[str]] = OTHERS) -> Allocation:
-    allocation = find_allocation(environ, reader(files))
-    assert allocation is not None
-    return allocation
+    answer = find(environ, files)
+    assert answer is not None
+    return answer
 
 
 def slurm(nodelist: str = "n[1-2]", **variables: str | int) -> dict[str, str]:
@@ -202,7 +211,7 @@ def test_the_hostfile_of_a_kubernetes_job_needs_no_variable():
     ],
 )
 def test_no_allocation(environ: dict[str, str]):
-    assert find_allocation(environ, reader(OTHERS)) is None
+    assert find(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -229,7 +238,7 @@ def test_no_allocation(environ: dict[str, str]):
 )
 def test_what_cannot_be_read_is_named_with_its_text(environ: dict[str, str], why: str):
     with pytest.raises(ValueError, match=why):
-        find_allocation(environ, reader(OTHERS))
+        find(environ)
 
 
 def test_lsf_for_programs_that_ask_it_alone():

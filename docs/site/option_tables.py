@@ -1,33 +1,30 @@
-"""Write the parts of docs/horovodrun.md that repeat what the parser and the tunables say.
+"""Writes the parts of docs/horovodrun.md that repeat what the parser and the tunables say.
 
-``python -m horovod.runner.options.page docs/horovodrun.md`` brings the tables of options and the
-example of a configuration file up to date; a test fails while they are stale. All else on the page
-is written there by hand.
+    python docs/site/option_tables.py
+
+brings the tables of options and the example of a configuration file up to date; a test fails while
+they are stale. All else on the page is written there by hand.
 """
 
 from __future__ import annotations
 
 import argparse
 import html
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from horovod.runner.options.config_file import CONTROLLER, CONTROLLERS, schema
 from horovod.runner.options.parser import make_parser
 from horovod.runner.options.tunables import TUNABLES, Tunable
 
+PAGE = Path(__file__).resolve().parents[1] / "horovodrun.md"
+
 _ROWS = {row.dest: row for row in TUNABLES}
 
 
-def fill_in(page: str, parts: Mapping[str, str]) -> str:
-    """Return a page with new text in its generated parts.
-
-    Args:
-        page: The page. Each part is there between comments, ``begin NAME`` and ``end NAME``.
-        parts: The new text of each part, by name.
-    """
-    for name, text in parts.items():
+def fill_in(page: str) -> str:
+    """Return the page with new text between the comments ``begin NAME`` and ``end NAME``."""
+    for name, text in generated_parts().items():
         before, begin, rest = page.partition(f"<!-- begin {name} -->\n")
         _, end, after = rest.partition(f"<!-- end {name} -->\n")
         page = f"{before}{begin}\n{text}\n{end}{after}"
@@ -35,7 +32,7 @@ def fill_in(page: str, parts: Mapping[str, str]) -> str:
 
 
 def generated_parts() -> dict[str, str]:
-    """Return the generated parts of docs/horovodrun.md, by name."""
+    """Return the generated parts of the page, by name."""
     example = "".join(f"    {line}\n" for line in _example())
     return {"options": _sections(), "configuration": example}
 
@@ -100,5 +97,4 @@ def _default(row: Tunable, *, inverse: bool) -> str:
 
 
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(fill_in(path.read_text("utf-8"), generated_parts()), "utf-8")
+    PAGE.write_text(fill_in(PAGE.read_text("utf-8")), "utf-8")
