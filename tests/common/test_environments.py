@@ -10,17 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horovod.common.environments import ENVIRONMENTS, Environment, RendezvousMethod, detect
-from horovod.common.environments.base import compute_cross
+from horovod.common.environments.base import Single, compute_cross
 from horovod.common.environments.horovodrun import HorovodRun
-from horovod.common.environments.hydra import Hydra
-from horovod.common.environments.jsrun import JSRun
-from horovod.common.environments.kubeflow import Kubeflow
-from horovod.common.environments.mvapich2 import MVAPICH2
-from horovod.common.environments.open_mpi import OpenMPI
-from horovod.common.environments.pmix import PMIx
-from horovod.common.environments.single import Single
+from horovod.common.environments.mpi import MVAPICH2, Hydra, JSRun, OpenMPI, PMIx
 from horovod.common.environments.slurm import Slurm, tasks_per_node
-from horovod.common.environments.torchrun import TorchRun
+from horovod.common.environments.torchrun import Kubeflow, TorchRun
 from horovod.common.topology import Topology
 
 Environ = dict[str, str]

@@ -17,18 +17,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from horovod.common.environments.base import Environment, RendezvousMethod, describe
-from horovod.common.environments.elastic import Elastic
-from horovod.common.environments.horovodrun import HorovodRun
-from horovod.common.environments.hydra import Hydra
-from horovod.common.environments.jsrun import JSRun
-from horovod.common.environments.kubeflow import Kubeflow
-from horovod.common.environments.mvapich2 import MVAPICH2
-from horovod.common.environments.open_mpi import OpenMPI
-from horovod.common.environments.pmix import PMIx
-from horovod.common.environments.single import Single
+from horovod.common.environments.base import Environment, RendezvousMethod, Single, describe
+from horovod.common.environments.horovodrun import Elastic, HorovodRun
+from horovod.common.environments.mpi import MVAPICH2, Hydra, JSRun, OpenMPI, PMIx
 from horovod.common.environments.slurm import Slurm
-from horovod.common.environments.torchrun import TorchRun
+from horovod.common.environments.torchrun import Kubeflow, TorchRun
 
 __all__ = ["ENVIRONMENTS", "Elastic", "Environment", "RendezvousMethod", "detect"]
 
@@ -52,9 +45,8 @@ def detect(environ: Mapping[str, str] = os.environ) -> Environment:
         return Elastic(environ)
     if HorovodRun.detects(environ):
         return HorovodRun(environ)
-    torchrun = TorchRun(environ)
-    if TorchRun.detects(environ) and torchrun.started_by_agent:
-        return torchrun
+    if TorchRun.detects(environ) and environ.get("TORCHELASTIC_RUN_ID"):
+        return TorchRun(environ)
 
     mpi = [kind(environ) for kind in _MPI if kind.detects(environ)]
     torch = [kind(environ) for kind in _TORCH if kind.detects(environ)]

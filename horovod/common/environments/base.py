@@ -1,4 +1,4 @@
-"""What a launcher tells this process: the interface that every launcher's file implements.
+"""What a launcher tells this process: the interface that every launcher's class implements.
 
 `horovod.common.environments.detect` chooses one `Environment`. The engine takes the ranks of this
 process from `Environment.topology`, and `horovod.common.joining.rendezvous` reads
@@ -134,6 +134,23 @@ class Environment(ABC):
             f"launcher, unset the variables that do not belong to this job, or set HOROVOD_RANK, "
             f"HOROVOD_SIZE, HOROVOD_LOCAL_RANK and HOROVOD_LOCAL_SIZE yourself."
         )
+
+
+class Single(Environment):
+    """No launcher: a job of one rank, which needs no variables."""
+
+    name = "no launcher"
+    rendezvous = RendezvousMethod.NOT_NEEDED
+
+    @classmethod
+    def detects(cls, environ: Mapping[str, str]) -> bool:
+        return True
+
+    def claim(self) -> tuple[int, int]:
+        return 0, 1
+
+    def topology(self) -> Topology:
+        return Topology()
 
 
 def describe(environ: Mapping[str, str], names: tuple[str, ...]) -> str:

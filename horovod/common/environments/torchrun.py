@@ -22,14 +22,24 @@ class TorchRun(Environment):
     def detects(cls, environ: Mapping[str, str]) -> bool:
         return super().detects(environ) and bool(environ.get("LOCAL_RANK"))
 
-    @property
-    def started_by_agent(self) -> bool:
-        """Whether torchrun's own agent is the parent; then no outer launcher is believed."""
-        return bool(self.environ.get("TORCHELASTIC_RUN_ID"))
-
     def cross(self) -> tuple[int, int] | None:
         if not self.environ.get("GROUP_RANK") or not self.environ.get("GROUP_WORLD_SIZE"):
             return None
         cross_rank, cross_size = self._pair("GROUP_RANK", "GROUP_WORLD_SIZE")
         homogeneous = cross_size * self.local()[1] == self.claim()[1]
         return (cross_rank, cross_size) if homogeneous else None
+
+
+class Kubeflow(Environment):
+    """Kubeflow's PyTorchJob, one process per pod: RANK and WORLD_SIZE, without LOCAL_RANK."""
+
+    name = "Kubeflow PyTorchJob"
+    rendezvous = RendezvousMethod.TORCH_STORE
+    variables = Variables(rank="RANK", size="WORLD_SIZE", local_rank="", local_size="")
+
+    @classmethod
+    def detects(cls, environ: Mapping[str, str]) -> bool:
+        return super().detects(environ) and not environ.get("LOCAL_RANK")
+
+    def local(self) -> tuple[int, int]:
+        return 0, 1
