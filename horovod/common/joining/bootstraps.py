@@ -38,6 +38,11 @@ T = TypeVar("T")
 
 _PAUSE = 0.02
 _MAX_OFFER = 4096
+# At most 15 characters each, which is what the kernel keeps of a process's name.
+_LAUNCHERS = {
+    *("hydra_pmi_proxy", "jsmd", "mpiexec", "mpiexec.hydra", "mpirun", "mpirun_rsh", "mpispawn"),
+    *("orted", "orterun", "palsd", "prted", "prterun", "slurmstepd"),
+}
 
 
 class Bootstrap(ABC):
@@ -166,6 +171,37 @@ def _peer_user(sock: socket.socket) -> int:
     size = struct.calcsize("iII")
     _, user, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return int(user)
+
+
+def launcher_process() -> str:
+    """Return a name for the launcher's process, or for our parent where no launcher is known.
+
+    Some MPI launchers give the job no name. Their ranks on one host still have one common ancestor,
+    whose process id and start time name the job there.
+    """
+    pid = os.getppid()
+    while pid > 1:
+        process = _read_process(pid)
+        if process is None:
+            break
+        name, parent, started = process
+        if name in _LAUNCHERS:
+            return f"{pid}.{started}"
+        pid = parent
+    process = _read_process(os.getppid())
+    return f"{os.getppid()}.{process[2] if process else 0}"
+
+
+def _read_process(pid: int) -> tuple[str, int, int] | None:
+    """Return name, parent and start time of a process; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The name stands in parentheses and may itself contain spaces and parentheses.
+    before, _, after = text.rpartition(")")
+    fields = after.split()
+    return before.partition("(")[2], int(fields[1]), int(fields[19])
 
 
 class SharedFile(Bootstrap):
