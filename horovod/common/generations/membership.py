@@ -32,15 +32,8 @@ from horovod.common.generations.decisions import (
     DRIVER_LOST,
     LATEST,
     Decision,
-    broken_key,
+    answer_key,
     decision_key,
-    done_key,
-    formed_key,
-    heard_key,
-    leaving_key,
-    ready_key,
-    received_key,
-    seen_key,
 )
 from horovod.common.generations.generation import Generation, first_open_attempt
 from horovod.common.joining.launcher_store import launchers_store
@@ -96,7 +89,7 @@ class Membership:
         """The newest decision that this worker knows."""
         if self._newest is None:
             try:
-                self.store.set(ready_key(self.worker_id), b"")
+                self.store.set(answer_key("ready", worker=self.worker_id), b"")
                 number = self._first_number()
                 self._newest = Decision.decode(self.store.get(decision_key(number), 1.0))
             except ConnectionError as error:
@@ -180,7 +173,7 @@ class Membership:
             self._had_slot = True
             try:
                 attempt = first_open_attempt(self.store, number)
-                self.store.set(seen_key(number, self.worker_id), b"%d" % attempt)
+                self.store.set(answer_key("seen", number, self.worker_id), b"%d" % attempt)
             except ConnectionError as error:  # the watcher finds out whether that is for good
                 logger.info("cannot enter decision %d: %s", number, error)
                 self._await_next(number)
@@ -200,13 +193,13 @@ class Membership:
         if not self.holds_state or decision.is_final:
             return True
         number, deadline = decision.number, time.monotonic() + _FAREWELL
-        keys, found = [decision_key(number + 1), formed_key(number)], ""
+        keys, found = [decision_key(number + 1), answer_key("formed", number)], ""
         with contextlib.suppress(ConnectionError):  # the watcher finds out whether that is for good
             while not (found or self.leaving) and time.monotonic() < deadline:
                 with contextlib.suppress(TimeoutError):
                     found, _ = self.store.get_any(keys, _MOMENT)
             if found != keys[0]:
-                self.store.set(leaving_key(self.worker_id), b"")
+                self.store.set(answer_key("leaving", worker=self.worker_id), b"")
                 return True
         self._await_next(number)
         return False
@@ -253,13 +246,13 @@ class Membership:
         """Tell the driver, once, that this worker has the state; if that fails, try next time."""
         if not self._has_confirmed:
             with contextlib.suppress(OSError):
-                self.store.set(received_key(self.worker_id), b"")
+                self.store.set(answer_key("received", worker=self.worker_id), b"")
                 self._has_confirmed = True
 
     def report_broken(self, generation: Generation, error: Exception) -> None:
         """Tell the driver, for its status file, why this worker cannot go on in a generation."""
         with contextlib.suppress(OSError):
-            key = broken_key(generation.decision.number, self.worker_id)
+            key = answer_key("broken", generation.decision.number, self.worker_id)
             self.store.set(key, str(error).encode())
 
     # -- the end -----------------------------------------------------------------------------
@@ -268,7 +261,7 @@ class Membership:
         """Note that the training function has returned: from now on the driver may end."""
         self._finished = True
         with contextlib.suppress(OSError):
-            self.store.set(done_key(self.worker_id), b"")
+            self.store.set(answer_key("done", worker=self.worker_id), b"")
 
     def retire(self) -> None:
         """Stop watching the driver, because this worker's function has returned or failed.
@@ -282,7 +275,7 @@ class Membership:
         self._finished = True
         logger.warning("worker %s leaves the job, as it was told to", self.worker_id)
         try:
-            self.store.set(leaving_key(self.worker_id), b"")
+            self.store.set(answer_key("leaving", worker=self.worker_id), b"")
         except OSError as error:
             # From a worker that said nothing, status 0 would mean that it has trained to the end.
             raise SystemExit(DRIVER_LOST) from error
@@ -316,7 +309,7 @@ class Membership:
         """Take a decision, and break the generation if one of its workers is gone."""
         logger.info("decision %d (%s): %s", decision.number, decision.kind, decision.reason)
         with contextlib.suppress(OSError):  # the next wait says if that is for good
-            self.store.set(heard_key(decision.number, self.worker_id), b"")
+            self.store.set(answer_key("heard", decision.number, self.worker_id), b"")
         with self._changed:
             self._newest = decision
             generation = self.generation
