@@ -23,7 +23,6 @@ import json
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from horovod.common import mpi
+from horovod.common.host import check_same_user
 from horovod.common.logging import get_logger
 
 T = TypeVar("T")
@@ -130,8 +130,7 @@ class LocalSocket(Bootstrap):
                     return
                 with peer, contextlib.suppress(OSError, ValueError):
                     peer.settimeout(1.0)
-                    if _peer_user(peer) != os.getuid():
-                        continue
+                    check_same_user(peer)
                     rank = int(peer.recv(64) or b"-1")
                     if 0 < rank < self._size:
                         peer.sendall(offer.encode())
@@ -147,8 +146,7 @@ class LocalSocket(Bootstrap):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(timeout)
             sock.connect(self._name)
-            if _peer_user(sock) != os.getuid():
-                raise PermissionError("another user listens there")
+            check_same_user(sock)
             sock.sendall(b"%d" % self._rank)
             text = b""
             while chunk := sock.recv(_MAX_OFFER):
@@ -164,13 +162,6 @@ class LocalSocket(Bootstrap):
     def forget_after_fork(self) -> None:
         if self._listener is not None:
             self._listener.close()
-
-
-def _peer_user(sock: socket.socket) -> int:
-    """Return the user id of the process at the other end."""
-    size = struct.calcsize("iII")
-    _, user, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(user)
 
 
 def launcher_process() -> str:
