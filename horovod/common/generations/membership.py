@@ -150,7 +150,8 @@ class Membership:
     def _enter(self) -> Generation:
         """Enter the newest decision that has a slot for this worker."""
         while True:
-            decision = self._choose()
+            # The driver probably hears just now of what broke our generation.
+            decision = self._await(self._expected)
             self._end_without_driver()
             if self.unrecoverable is not None:
                 raise HorovodInternalError(self.unrecoverable)
@@ -168,7 +169,7 @@ class Membership:
                 )
                 raise SystemExit(0)
             if slot is None or decision.too_few:
-                self._await_next(number)
+                self._await(number + 1)
                 continue
             self._had_slot = True
             try:
@@ -176,7 +177,7 @@ class Membership:
                 self.store.set(answer_key("seen", number, self.worker_id), b"%d" % attempt)
             except ConnectionError as error:  # the watcher finds out whether that is for good
                 logger.info("cannot enter decision %d: %s", number, error)
-                self._await_next(number)
+                self._await(number + 1)
                 continue
             generation = Generation(self, decision, attempt, slot)
             with self._changed:  # a decision after this line finds the generation, and may break it
@@ -201,27 +202,16 @@ class Membership:
             if found != keys[0]:
                 self.store.set(answer_key("leaving", worker=self.worker_id), b"")
                 return True
-        self._await_next(number)
+        self._await(number + 1)
         return False
 
-    def _choose(self) -> Decision:
-        """Return the newest decision, after a moment in which the next one may appear.
-
-        The driver probably hears just now of what broke our generation.
-        """
+    def _await(self, number: int) -> Decision:
+        """Wait a moment for decision `number`, or a reason to end; return the newest decision."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self.unrecoverable is not None or self.newest.number >= self._expected,
-                _MOMENT,
+                lambda: self.unrecoverable is not None or self.newest.number >= number, _MOMENT
             )
             return self.newest
-
-    def _await_next(self, number: int) -> None:
-        """Wait a moment for a newer decision than `number`, or a reason to end."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.unrecoverable is not None or self.newest.number > number, _MOMENT
-            )
 
     def note_left(self, generation: Generation) -> None:
         """Note that this worker has left a generation; another decision should follow."""
