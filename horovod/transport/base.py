@@ -87,7 +87,22 @@ class Transport(ABC):
                 *all* words agree on all ranks and all ranks passed equally many. The transport may
                 send the tensors along with the words. The caller need not make that call.
         """
-        return agree_by_minimum(self, words)
+        # One MIN-allreduce of every word and its complement: a word is the same on all ranks where
+        # min(w) == ~min(~w), i.e. where minimum and maximum coincide. The cost grows with the
+        # logarithm of the number of ranks, whereas gathering all words at one rank grows with
+        # their number.
+        count = len(words) // WORD
+        probe = torch.zeros(2 * (MAX_WORDS + 1), dtype=torch.int64)
+        mine = probe[: MAX_WORDS + 1]
+        mine[0] = count
+        if count:
+            mine[1 : 1 + count] = torch.frombuffer(bytearray(words), dtype=torch.int64)
+        torch.bitwise_not(mine, out=probe[MAX_WORDS + 1 :])
+        self.allreduce(probe, ReduceOp.MIN)
+        lowest, highest = probe[: MAX_WORDS + 1], ~probe[MAX_WORDS + 1 :]
+        common = int(lowest[0])  # the fewest words that any rank passed
+        different = (lowest[1 : 1 + common] != highest[1 : 1 + common]).nonzero()
+        return int(different[0]) if len(different) else common
 
     # -- data ------------------------------------------------------------------------------
 
@@ -225,22 +240,11 @@ class Transport(ABC):
         """Close descriptors that a forked child inherited. The child never uses the transport."""
 
 
-def agree_by_minimum(transport: Transport, words: bytes) -> int:
-    """Do `Transport.agree` by one MIN-allreduce of every word and its complement.
-
-    A word is the same on all ranks where min(w) == ~min(~w), i.e. where minimum and maximum
-    coincide. The cost grows with the logarithm of the number of ranks, whereas gathering all words
-    at one rank grows with their number.
-    """
-    count = len(words) // WORD
-    probe = torch.zeros(2 * (MAX_WORDS + 1), dtype=torch.int64)
-    mine = probe[: MAX_WORDS + 1]
-    mine[0] = count
-    if count:
-        mine[1 : 1 + count] = torch.frombuffer(bytearray(words), dtype=torch.int64)
-    torch.bitwise_not(mine, out=probe[MAX_WORDS + 1 :])
-    transport.allreduce(probe, ReduceOp.MIN)
-    lowest, highest = probe[: MAX_WORDS + 1], ~probe[MAX_WORDS + 1 :]
-    common = int(lowest[0])  # the fewest words that any rank passed
-    different = (lowest[1 : 1 + common] != highest[1 : 1 + common]).nonzero()
-    return int(different[0]) if len(different) else common
+def count_common_words(queues: Sequence[bytes]) -> int:
+    """Return how many leading words are the same in all queues."""
+    first, fewest = queues[0], min(len(queue) for queue in queues) // WORD
+    for number in range(fewest):
+        at = slice(number * WORD, (number + 1) * WORD)
+        if any(queue[at] != first[at] for queue in queues):
+            return number
+    return fewest

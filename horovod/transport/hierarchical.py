@@ -25,8 +25,8 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import NETWORK, SHARED_MEMORY, WORD, Group, Transport
 from horovod.transport.breakable import BreakableTransport
 from horovod.transport.division import as_bytes, cut, overlaps, split_evenly
+from horovod.transport.host.peer_reduction import OtherHosts
 from horovod.transport.host.shared_memory import SharedMemoryTransport
-from horovod.transport.other_hosts import OtherHosts
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -154,9 +154,8 @@ class HierarchicalTransport(BreakableTransport):
         result of the one before.
         """
         most = max(1, PIECE // tensor.element_size())
-        pieces = [tensor[start : start + most] for start in range(0, tensor.numel(), most)]
         previous: tuple[torch.Tensor, torch.Tensor, list[int]] | None = None
-        for piece in pieces:
+        for piece in tensor.split(most):
             counts = self._lane_counts(piece.numel(), self._lanes(tensor.nbytes))
             mine = piece.new_empty(counts[self._index])
             self._do(self.local.reduce_scatter, piece, mine, counts, op)

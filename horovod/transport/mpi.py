@@ -33,7 +33,7 @@ from horovod.common import mpi
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.host import is_running
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.base import Group, agree_by_minimum
+from horovod.transport.base import Group
 from horovod.transport.division import as_bytes, offsets_of
 from horovod.transport.endpoints import RankLocation
 from horovod.transport.pairwise import MESSAGE, PairwiseTransport
@@ -117,9 +117,6 @@ class MpiTransport(PairwiseTransport):
             mpi.finalise_if(self._all_have_left)
 
     # -- collectives of MPI ----------------------------------------------------------------
-
-    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
-        return agree_by_minimum(self, words)
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         if tensor.dtype.is_complex and op == ReduceOp.SUM:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from horovod.common.config import Config
 from horovod.common.store import PrefixStore, Store
 from horovod.common.store.client import StoreClient
-from horovod.transport import failures, hierarchical, pairwise
+from horovod.transport import breakable, hierarchical, pairwise
 from horovod.transport.base import Group, Transport
 from horovod.transport.device.host_copy import HostCopyTransport
 from horovod.transport.hierarchical import HierarchicalTransport
@@ -34,7 +34,7 @@ class Kind:
 
 def connect() -> Store:
     """The job's store, from the variables that every rank of a test has; it is never given up."""
-    failures._PATIENCE = PATIENCE
+    breakable._PATIENCE = PATIENCE
     return StoreClient(
         os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
         int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]),
