@@ -19,11 +19,14 @@ from horovod.common.reduce_op import ReduceOp
 K = TypeVar("K")
 V = TypeVar("V")
 
-COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.PRODUCT: torch.mul,
+# Of tensors and of numpy's arrays. numpy's kernels are as fast as torch's, and calling one costs a
+# fraction of calling torch's. That counts for blocks that take some tens of microseconds. numpy has
+# no bfloat16, and a slow float16.
+_COMBINE: dict[ReduceOp, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    ReduceOp.SUM: (torch.add, np.add),
+    ReduceOp.MIN: (torch.minimum, np.minimum),
+    ReduceOp.MAX: (torch.maximum, np.maximum),
+    ReduceOp.PRODUCT: (torch.mul, np.multiply),
 }
 
 # Gradients overflow during loss scaling, and the user's code expects it: no warnings from here.
@@ -31,22 +34,13 @@ ignore_overflow = np.errstate(over="ignore", invalid="ignore")
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# The types whose arithmetic numpy does here (see ARRAY_COMBINE), as numpy calls them.
+# The types whose arithmetic numpy does here, as numpy calls them.
 NUMPY_TYPES: dict[torch.dtype, Any] = {
     getattr(torch, name): np.dtype(name)
     for name in (
         *("bool", "uint8", "int8", "int16", "int32", "int64"),
         *("float32", "float64", "complex64", "complex128"),
     )
-}
-
-# numpy's kernels are as fast as torch's, and calling one costs a fraction of calling torch's. That
-# counts for blocks that take some tens of microseconds. numpy has no bfloat16, and a slow float16.
-ARRAY_COMBINE: dict[ReduceOp, Callable[..., Any]] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PRODUCT: np.multiply,
 }
 
 _MOST_ENTRIES = 256  # of a `BoundedCache`
@@ -65,7 +59,7 @@ class BoundedCache(dict[K, V]):
 
 def combination(blocks: Any, op: ReduceOp) -> Callable[..., Any]:
     """Return the function that combines two blocks of this kind (`as_blocks`) into ``out=``."""
-    return (ARRAY_COMBINE if isinstance(blocks, np.ndarray) else COMBINE)[op]
+    return _COMBINE[op][isinstance(blocks, np.ndarray)]
 
 
 def as_blocks(tensor: torch.Tensor) -> Any:

@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 
 from horovod.common.config import Config
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import Store
 
@@ -238,6 +239,63 @@ class Transport(ABC):
 
     def after_fork_in_child(self) -> None:  # noqa: B027 (most transports hold nothing)
         """Close descriptors that a forked child inherited. The child never uses the transport."""
+
+
+class SingleTransport(Transport):
+    """The transport of a group of one rank, which sends nothing, for tensors on any device."""
+
+    name = "SINGLE"
+    media = ()
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._reason: str | None = None
+
+    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
+        self._check()
+        return len(words) // WORD
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        self._check()
+
+    def reduce_scatter(
+        self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
+    ) -> None:
+        self._check()
+        output.copy_(source)
+
+    def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
+        self._check()
+        output.copy_(source)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self._check()
+
+    def alltoall(
+        self,
+        source: torch.Tensor,
+        output: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+    ) -> None:
+        self._check()
+        output.copy_(source)
+
+    def barrier(self) -> None:
+        self._check()
+
+    def find_awaited(self) -> list[int]:
+        return []
+
+    def abort(self, reason: str) -> None:
+        self._reason = self._reason or reason
+
+    def close(self) -> None:
+        self._reason = self._reason or "Horovod has been shut down"
+
+    def _check(self) -> None:
+        if self._reason is not None:
+            raise HorovodInternalError(self._reason)
 
 
 def count_common_words(queues: Sequence[bytes]) -> int:

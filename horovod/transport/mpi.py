@@ -52,17 +52,11 @@ _TYPES = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
 }
-_OPERATORS = {
-    ReduceOp.SUM: MPI.SUM,
-    ReduceOp.MIN: MPI.MIN,
-    ReduceOp.MAX: MPI.MAX,
-    ReduceOp.PRODUCT: MPI.PROD,
-}
-_LOGICAL = {
-    ReduceOp.SUM: MPI.LOR,
-    ReduceOp.MIN: MPI.LAND,
-    ReduceOp.MAX: MPI.LOR,
-    ReduceOp.PRODUCT: MPI.LAND,
+_OPERATORS = {  # of numbers and of bool
+    ReduceOp.SUM: (MPI.SUM, MPI.LOR),
+    ReduceOp.MIN: (MPI.MIN, MPI.LAND),
+    ReduceOp.MAX: (MPI.MAX, MPI.LOR),
+    ReduceOp.PRODUCT: (MPI.PROD, MPI.LAND),
 }
 
 
@@ -126,7 +120,7 @@ class MpiTransport(PairwiseTransport):
         if kind is None or undefined:
             super().allreduce(tensor, op)
             return
-        operator = _LOGICAL[op] if tensor.dtype == torch.bool else _OPERATORS[op]
+        operator = _OPERATORS[op][tensor.dtype == torch.bool]
         step = MESSAGE // tensor.element_size()
         with self._guard():
             for start in range(0, tensor.numel(), step):

@@ -317,7 +317,7 @@ class PairwiseTransport(BreakableTransport):
 def _cut(run: torch.Tensor) -> list[torch.Tensor]:
     """Cut a tensor into pieces, of which one is reduced while the next arrives."""
     most = max(1, ROUND_PIECE // run.element_size())
-    return list(run.split(most))
+    return list(torch.split(run, most))
 
 
 def _pieces(data: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:

@@ -77,16 +77,10 @@ class ExchangeTransport(SteppedTransport):
     def _expose(
         self, tensors: Sequence[torch.Tensor], words: bytes = b"", reduced: bool = False
     ) -> int:
-        """Show `words` and tensors to all ranks.
+        """Show `words` and tensors to all ranks; return the slot's offset once all have done so.
 
-        Args:
-            tensors: The tensors to show.
-            words: The words to show.
-            reduced: Whether the tensors are to be reduced. Then they may be copied into a staging
-                area, and the pointer is the number of that area instead of an address.
-
-        Returns:
-            The offset of the slot, once all ranks have filled theirs.
+        Tensors that are to be `reduced` may be copied into a staging area. The pointer is then the
+        number of that area instead of an address.
         """
         self._exchanges += 1
         slot = CONTROL + (self._exchanges & 1) * _SLOT
@@ -119,12 +113,8 @@ class ExchangeTransport(SteppedTransport):
 
     def _exposed(self, slot: int) -> Exposed:
         """Return the single tensor that every rank showed in its slot."""
-        pointers, sizes = [], []
-        for memory in self._memories:
-            pointer, nbytes = struct.unpack_from("2Q", memory, slot)
-            pointers.append(pointer)
-            sizes.append(nbytes)
-        return Exposed(pointers, sizes)
+        shown = [struct.unpack_from("2Q", memory, slot) for memory in self._memories]
+        return Exposed([pointer for pointer, _ in shown], [nbytes for _, nbytes in shown])
 
     def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
         self.check_usable()

@@ -250,13 +250,10 @@ class SharedMemoryTransport(ExchangeTransport):
     def _pull(
         self, slot: int, source: torch.Tensor, reads: Sequence[tuple[int, int, int, int]]
     ) -> None:
-        """Copy parts of the tensors that all ranks exposed.
+        """Copy parts of the tensors that all ranks exposed; this rank exposed `source`.
 
-        Args:
-            slot: The offset of the exchange slot.
-            source: The tensor that this rank exposed.
-            reads: The rank of each part, the offset in its tensor, the address to copy to, and the
-                bytes.
+        `reads` has the rank of each part, the offset in its tensor, the address to copy to, and the
+        bytes.
         """
         self._preloaded = None
         exposed = self._exposed(slot)
