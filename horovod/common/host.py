@@ -12,6 +12,7 @@ import hashlib
 import ipaddress
 import os
 import socket
+import struct
 from pathlib import Path
 
 
@@ -66,6 +67,19 @@ def is_running(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
+
+
+def check_same_user(sock: socket.socket) -> int:
+    """Return the pid of the process at the other end of a Unix socket.
+
+    Raises:
+        PermissionError: It belongs to another user.
+    """
+    size = struct.calcsize("iII")  # user ids may be larger than a signed number
+    pid, uid, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    if uid != os.getuid():
+        raise PermissionError(f"process {pid} of user {uid} wanted to join")
+    return int(pid)
 
 
 def own_networks() -> list[str]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from horovod.common.config import COMPATIBILITY, KNOBS
-from horovod.common.knob import Knob
+from horovod.common.config import COMPATIBILITY, KNOBS, Knob
 
 _LAUNCHER_VARIABLES: tuple[tuple[str, str], ...] = (
     ("HOROVOD_RANK, HOROVOD_SIZE", "This process's rank and the number of ranks."),

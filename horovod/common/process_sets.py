@@ -126,16 +126,10 @@ class ProcessSet:
         return f"<horovod.{self}>"
 
 
-class _GlobalProcessSet(ProcessSet):
-    """The set of all ranks, whose number is always 0."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-        self.process_set_id = 0
-        self.ranks = None
-
-
-global_process_set = _GlobalProcessSet()
+global_process_set = ProcessSet([])
+"""The set of all ranks, whose number is always 0."""
+global_process_set.process_set_id = 0
+global_process_set.ranks = None
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

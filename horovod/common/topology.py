@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,4 @@ class Slot:
     @property
     def topology(self) -> Topology:
         """The ranks and sizes alone."""
-        return Topology(
-            self.rank,
-            self.size,
-            self.local_rank,
-            self.local_size,
-            self.cross_rank,
-            self.cross_size,
-        )
+        return Topology(*astuple(self)[1:])

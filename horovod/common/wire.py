@@ -153,7 +153,11 @@ class Session:
         """
         self._input += data
         if not self.established:
-            self._handshake()
+            self._check_hello()
+            if self._server:
+                self._handshake_as_server()
+            else:
+                self._handshake_as_client()
         messages = []
         while self.established and self._input:
             message = self._next_message()
@@ -181,14 +185,6 @@ class Session:
         tag = _tag(self._sender, _SEQUENCE.pack(self._sent) + head, body)
         self._sent += 1
         return b"".join((head, body, tag))
-
-    def _handshake(self) -> None:
-        """Go on with the handshake, as far as the received bytes allow."""
-        self._check_hello()
-        if self._server:
-            self._handshake_as_server()
-        else:
-            self._handshake_as_client()
 
     def _check_hello(self) -> None:
         """Raise as soon as the first bytes show that the peer speaks another protocol."""
@@ -293,9 +289,7 @@ class Stream:
         self.peer = peer
 
     @classmethod
-    def connect(
-        cls, address: str, port: int, key: bytes, timeout: float, max_frame: int = MAX_FRAME
-    ) -> Stream:
+    def connect(cls, address: str, port: int, key: bytes, timeout: float) -> Stream:
         """Open and authenticate a connection, all within `timeout` seconds.
 
         Raises:
@@ -303,16 +297,16 @@ class Stream:
             OSError: There is no server, or it does not answer in time.
         """
         deadline = time.monotonic() + timeout
-        session = Session(key, server=False, max_frame=max_frame)
+        session = Session(key, server=False)
         sock = socket.create_connection((address, port), timeout=max(timeout, 0.001))
         stream = cls(sock, session, f"{address}:{port}")
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             while not session.established:
-                stream._flush(deadline)
+                stream._write(session.take_output(), deadline)
                 stream._read(deadline)
-            stream._flush(deadline)
+            stream._write(session.take_output(), deadline)
         except BaseException:
             stream.close()
             raise
@@ -346,10 +340,6 @@ class Stream:
 
     def __del__(self) -> None:
         self._socket.close()
-
-    def _flush(self, deadline: float) -> None:
-        """Send the bytes of the handshake that are due."""
-        self._write(self._session.take_output(), deadline)
 
     def _write(self, data: bytes, deadline: float) -> None:
         if data:

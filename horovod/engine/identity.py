@@ -14,7 +14,7 @@ from horovod.common import environments
 from horovod.common.config import Config
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.host import host_identity
-from horovod.common.joining import communicator, rendezvous
+from horovod.common.joining import rendezvous
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Topology
 from horovod.transport import select
@@ -27,7 +27,7 @@ def meet(comm: Any, config: Config) -> tuple[Topology, Store, bool]:
             raise ValueError(
                 f"comm must be None, a list of ranks or an mpi4py communicator, not {comm!r}"
             )
-        return *communicator.connect(comm, config), True
+        return *rendezvous.connect_by_communicator(comm, config), True
     environment = environments.detect()
     topology = environment.topology()
     store = rendezvous.connect(environment, config)

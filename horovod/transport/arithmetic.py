@@ -6,19 +6,27 @@ depend on how the work was split, and is bitwise the same everywhere.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from horovod.common.reduce_op import ReduceOp
 
-COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.PRODUCT: torch.mul,
+K = TypeVar("K")
+V = TypeVar("V")
+
+# Of tensors and of numpy's arrays. numpy's kernels are as fast as torch's, and calling one costs a
+# fraction of calling torch's. That counts for blocks that take some tens of microseconds. numpy has
+# no bfloat16, and a slow float16.
+_COMBINE: dict[ReduceOp, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    ReduceOp.SUM: (torch.add, np.add),
+    ReduceOp.MIN: (torch.minimum, np.minimum),
+    ReduceOp.MAX: (torch.maximum, np.maximum),
+    ReduceOp.PRODUCT: (torch.mul, np.multiply),
 }
 
 # Gradients overflow during loss scaling, and the user's code expects it: no warnings from here.
@@ -26,7 +34,7 @@ ignore_overflow = np.errstate(over="ignore", invalid="ignore")
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# The types whose arithmetic numpy does here (see ARRAY_COMBINE), as numpy calls them.
+# The types whose arithmetic numpy does here, as numpy calls them.
 NUMPY_TYPES: dict[torch.dtype, Any] = {
     getattr(torch, name): np.dtype(name)
     for name in (
@@ -35,24 +43,77 @@ NUMPY_TYPES: dict[torch.dtype, Any] = {
     )
 }
 
-# numpy's kernels are as fast as torch's, and calling one costs a fraction of calling torch's. That
-# counts for blocks that take some tens of microseconds. numpy has no bfloat16, and a slow float16.
-ARRAY_COMBINE: dict[ReduceOp, Callable[..., Any]] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PRODUCT: np.multiply,
-}
+_MOST_ENTRIES = 256  # of a `BoundedCache`
+_BEGIN = 4096  # the first page is never mapped
+_END = 1 << 48  # beyond what a process is given unless it asks for more
+
+
+class BoundedCache(dict[K, V]):
+    """What is remembered of earlier collectives: a new entry takes the place of the oldest."""
+
+    def __setitem__(self, key: K, value: V) -> None:
+        if len(self) >= _MOST_ENTRIES:
+            del self[next(iter(self))]
+        super().__setitem__(key, value)
 
 
 def combination(blocks: Any, op: ReduceOp) -> Callable[..., Any]:
     """Return the function that combines two blocks of this kind (`as_blocks`) into ``out=``."""
-    return (ARRAY_COMBINE if isinstance(blocks, np.ndarray) else COMBINE)[op]
+    return _COMBINE[op][isinstance(blocks, np.ndarray)]
 
 
 def as_blocks(tensor: torch.Tensor) -> Any:
     """Return the tensor, or its memory as a numpy array where arithmetic is faster on that."""
     return tensor if tensor.dtype in _HALF else tensor.numpy()
+
+
+def arrays_at(
+    dtype: torch.dtype, addresses: Sequence[int], counts: Sequence[int]
+) -> list[np.ndarray[Any, Any]] | None:
+    """Return this process's memory at each address as an array, or None if that is not possible.
+
+    Getting an array from a tensor takes some microseconds, which for the gradients of a model add
+    up to a good part of the time to reduce them. Slicing an array that covers all memory takes a
+    fraction of a microsecond. Such an array owns nothing: the caller must keep the tensor alive.
+
+    There are none for a type whose arithmetic wants tensors (`as_blocks`), for an address that is
+    not a multiple of an element's size, and beyond the memory that we cover.
+
+    Args:
+        dtype: The type of the elements.
+        addresses: The addresses at which the arrays begin.
+        counts: The number of elements of each.
+    """
+    memory, width = _all_memory(dtype), dtype.itemsize
+    if memory is None:
+        return None
+    views = []
+    for address, count in zip(addresses, counts, strict=True):
+        start, rest = divmod(address - _BEGIN, width)
+        if rest or address + count * width > _END:
+            return None
+        views.append(memory[start : start + count])
+    return views
+
+
+@functools.cache
+def _all_memory(dtype: torch.dtype) -> np.ndarray[Any, Any] | None:
+    """Return the whole address space as an array; None for types that arithmetic wants as tensors.
+
+    Only mapped addresses may be touched.
+    """
+    example = as_blocks(torch.empty(0, dtype=dtype))
+    if not isinstance(example, np.ndarray):
+        return None
+    memory = (ctypes.c_byte * (_END - _BEGIN)).from_address(_BEGIN)
+    return np.frombuffer(memoryview(memory), example.dtype)
+
+
+def tensor_operands(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Return all elements of each tensor, as operands of arithmetic."""
+    counts = [tensor.numel() for tensor in tensors]
+    arrays = arrays_at(tensors[0].dtype, [t.data_ptr() for t in tensors], counts)
+    return arrays if arrays is not None else [as_blocks(tensor.view(-1)) for tensor in tensors]
 
 
 def needs_wide(dtype: torch.dtype, op: ReduceOp, operands: int) -> bool:

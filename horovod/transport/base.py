@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 
 from horovod.common.config import Config
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import Store
 
@@ -87,7 +88,22 @@ class Transport(ABC):
                 *all* words agree on all ranks and all ranks passed equally many. The transport may
                 send the tensors along with the words. The caller need not make that call.
         """
-        return agree_by_minimum(self, words)
+        # One MIN-allreduce of every word and its complement: a word is the same on all ranks where
+        # min(w) == ~min(~w), i.e. where minimum and maximum coincide. The cost grows with the
+        # logarithm of the number of ranks, whereas gathering all words at one rank grows with
+        # their number.
+        count = len(words) // WORD
+        probe = torch.zeros(2 * (MAX_WORDS + 1), dtype=torch.int64)
+        mine = probe[: MAX_WORDS + 1]
+        mine[0] = count
+        if count:
+            mine[1 : 1 + count] = torch.frombuffer(bytearray(words), dtype=torch.int64)
+        torch.bitwise_not(mine, out=probe[MAX_WORDS + 1 :])
+        self.allreduce(probe, ReduceOp.MIN)
+        lowest, highest = probe[: MAX_WORDS + 1], ~probe[MAX_WORDS + 1 :]
+        common = int(lowest[0])  # the fewest words that any rank passed
+        different = (lowest[1 : 1 + common] != highest[1 : 1 + common]).nonzero()
+        return int(different[0]) if len(different) else common
 
     # -- data ------------------------------------------------------------------------------
 
@@ -225,22 +241,68 @@ class Transport(ABC):
         """Close descriptors that a forked child inherited. The child never uses the transport."""
 
 
-def agree_by_minimum(transport: Transport, words: bytes) -> int:
-    """Do `Transport.agree` by one MIN-allreduce of every word and its complement.
+class SingleTransport(Transport):
+    """The transport of a group of one rank, which sends nothing, for tensors on any device."""
 
-    A word is the same on all ranks where min(w) == ~min(~w), i.e. where minimum and maximum
-    coincide. The cost grows with the logarithm of the number of ranks, whereas gathering all words
-    at one rank grows with their number.
-    """
-    count = len(words) // WORD
-    probe = torch.zeros(2 * (MAX_WORDS + 1), dtype=torch.int64)
-    mine = probe[: MAX_WORDS + 1]
-    mine[0] = count
-    if count:
-        mine[1 : 1 + count] = torch.frombuffer(bytearray(words), dtype=torch.int64)
-    torch.bitwise_not(mine, out=probe[MAX_WORDS + 1 :])
-    transport.allreduce(probe, ReduceOp.MIN)
-    lowest, highest = probe[: MAX_WORDS + 1], ~probe[MAX_WORDS + 1 :]
-    common = int(lowest[0])  # the fewest words that any rank passed
-    different = (lowest[1 : 1 + common] != highest[1 : 1 + common]).nonzero()
-    return int(different[0]) if len(different) else common
+    name = "SINGLE"
+    media = ()
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._reason: str | None = None
+
+    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
+        self._check()
+        return len(words) // WORD
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        self._check()
+
+    def reduce_scatter(
+        self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int], op: ReduceOp
+    ) -> None:
+        self._check()
+        output.copy_(source)
+
+    def allgather(self, source: torch.Tensor, output: torch.Tensor, counts: Sequence[int]) -> None:
+        self._check()
+        output.copy_(source)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self._check()
+
+    def alltoall(
+        self,
+        source: torch.Tensor,
+        output: torch.Tensor,
+        send_counts: Sequence[int],
+        receive_counts: Sequence[int],
+    ) -> None:
+        self._check()
+        output.copy_(source)
+
+    def barrier(self) -> None:
+        self._check()
+
+    def find_awaited(self) -> list[int]:
+        return []
+
+    def abort(self, reason: str) -> None:
+        self._reason = self._reason or reason
+
+    def close(self) -> None:
+        self._reason = self._reason or "Horovod has been shut down"
+
+    def _check(self) -> None:
+        if self._reason is not None:
+            raise HorovodInternalError(self._reason)
+
+
+def count_common_words(queues: Sequence[bytes]) -> int:
+    """Return how many leading words are the same in all queues."""
+    first, fewest = queues[0], min(len(queue) for queue in queues) // WORD
+    for number in range(fewest):
+        at = slice(number * WORD, (number + 1) * WORD)
+        if any(queue[at] != first[at] for queue in queues):
+            return number
+    return fewest

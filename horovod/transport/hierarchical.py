@@ -25,8 +25,8 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.transport.base import NETWORK, SHARED_MEMORY, WORD, Group, Transport
 from horovod.transport.breakable import BreakableTransport
 from horovod.transport.division import as_bytes, cut, overlaps, split_evenly
+from horovod.transport.host.peer_reduction import OtherHosts
 from horovod.transport.host.shared_memory import SharedMemoryTransport
-from horovod.transport.other_hosts import OtherHosts
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,7 +72,6 @@ class HierarchicalTransport(BreakableTransport):
         self._most_lanes = min(len(ranks) for ranks in self.hosts)
         self._by_flat = group.config.hierarchical_allreduce is False
         self.algorithms = ("flat", "hierarchical") if self._by_flat else ("hierarchical", "flat")
-        self._check_layout()
         self._parts = [part for part in (local, cross, flat) if part is not None]
         for part in self._parts:
             self._listen_to(part)
@@ -86,20 +85,6 @@ class HierarchicalTransport(BreakableTransport):
         if bool(all_can) and isinstance(local, SharedMemoryTransport):
             self._in_place = local
             self.vectored = True
-
-    def _check_layout(self) -> None:
-        """Raise ValueError if the three transports do not connect the ranks that `hosts` says."""
-        if sorted(rank for ranks in self.hosts for rank in ranks) != list(range(self.size)):
-            raise ValueError(f"hosts {self.hosts} do not list every rank of {self.size} once")
-        if (self.local.rank, self.local.size) != (self._index, len(self._neighbours)):
-            raise ValueError("the local transport does not join the ranks of this host in order")
-        carries = self._index < self._most_lanes
-        expected = (self._host, len(self.hosts)) if carries else None
-        found = None if self.cross is None else (self.cross.rank, self.cross.size)
-        if found != expected:
-            raise ValueError(f"the cross transport joins {found}, expected {expected}")
-        if (self.flat.rank, self.flat.size) != (self.rank, self.size):
-            raise ValueError("the flat transport does not join all ranks in order")
 
     # -- collectives -----------------------------------------------------------------------
 

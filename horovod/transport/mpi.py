@@ -33,7 +33,7 @@ from horovod.common import mpi
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.host import is_running
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.base import Group, agree_by_minimum
+from horovod.transport.base import Group
 from horovod.transport.division import as_bytes, offsets_of
 from horovod.transport.endpoints import RankLocation
 from horovod.transport.pairwise import MESSAGE, PairwiseTransport
@@ -52,17 +52,11 @@ _TYPES = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
 }
-_OPERATORS = {
-    ReduceOp.SUM: MPI.SUM,
-    ReduceOp.MIN: MPI.MIN,
-    ReduceOp.MAX: MPI.MAX,
-    ReduceOp.PRODUCT: MPI.PROD,
-}
-_LOGICAL = {
-    ReduceOp.SUM: MPI.LOR,
-    ReduceOp.MIN: MPI.LAND,
-    ReduceOp.MAX: MPI.LOR,
-    ReduceOp.PRODUCT: MPI.LAND,
+_OPERATORS = {  # of numbers and of bool
+    ReduceOp.SUM: (MPI.SUM, MPI.LOR),
+    ReduceOp.MIN: (MPI.MIN, MPI.LAND),
+    ReduceOp.MAX: (MPI.MAX, MPI.LOR),
+    ReduceOp.PRODUCT: (MPI.PROD, MPI.LAND),
 }
 
 
@@ -118,9 +112,6 @@ class MpiTransport(PairwiseTransport):
 
     # -- collectives of MPI ----------------------------------------------------------------
 
-    def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
-        return agree_by_minimum(self, words)
-
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp) -> None:
         if tensor.dtype.is_complex and op == ReduceOp.SUM:
             tensor = torch.view_as_real(tensor).view(-1)
@@ -129,7 +120,7 @@ class MpiTransport(PairwiseTransport):
         if kind is None or undefined:
             super().allreduce(tensor, op)
             return
-        operator = _LOGICAL[op] if tensor.dtype == torch.bool else _OPERATORS[op]
+        operator = _OPERATORS[op][tensor.dtype == torch.bool]
         step = MESSAGE // tensor.element_size()
         with self._guard():
             for start in range(0, tensor.numel(), step):

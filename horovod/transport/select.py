@@ -30,7 +30,7 @@ from horovod.common import mpi
 from horovod.common.host import host_identity
 from horovod.common.logging import get_logger
 from horovod.common.store import PrefixStore
-from horovod.transport.base import Group, Transport
+from horovod.transport.base import Group, SingleTransport, Transport
 from horovod.transport.host.segments import SharedMemoryUnavailable
 from horovod.transport.host.shared_memory import SharedMemoryTransport
 
@@ -76,8 +76,6 @@ def for_host_memory(group: Group, hosts: Sequence[Sequence[int]]) -> tuple[Trans
     config = group.config
     wanted = config.cpu_operations or ("mpi" if config.controller == "mpi" else None)
     if group.size == 1:
-        from horovod.transport.single import SingleTransport
-
         return SingleTransport(group), "one process"
     if wanted == "mpi":
         return _mpi(group), "MPI was asked for"
@@ -122,19 +120,16 @@ def _hierarchical(group: Group, hosts: Sequence[Sequence[int]]) -> tuple[Transpo
     host = next(i for i, ranks in enumerate(hosts) if group.rank in ranks)
     index = list(hosts[host]).index(group.rank)
     inside = _subgroup(group, hosts[host], f"host{host}/")
-    local = for_host_memory(_without_choice(inside), [range(inside.size)])[0]
+    # The choice of TCP was meant for between hosts.
+    config = dataclasses.replace(group.config, cpu_operations=None, controller=None)
+    inside = dataclasses.replace(inside, config=config)
+    local = for_host_memory(inside, [range(inside.size)])[0]
     carriers = min(len(ranks) for ranks in hosts)
     cross = None
     if index < carriers:
         cross = _tcp(_subgroup(group, [ranks[index] for ranks in hosts], f"cross{index}/"))
     transport = HierarchicalTransport(group, local, cross, hosts, _tcp(group))
     return transport, f"{len(hosts)} hosts, {local.name} inside and TCP between them"
-
-
-def _without_choice(group: Group) -> Group:
-    """Return the group without the choice of TCP, which was meant for between hosts."""
-    config = dataclasses.replace(group.config, cpu_operations=None, controller=None)
-    return dataclasses.replace(group, config=config)
 
 
 def _subgroup(group: Group, members: Sequence[int], prefix: str) -> Group:

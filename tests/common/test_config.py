@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod.common.config import ELASTIC, KNOBS, Config
-from horovod.common.knob import Knob
+from horovod.common.config import ELASTIC, KNOBS, Config, Knob
 from horovod.common.knobs_page import knobs_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "knobs.md"

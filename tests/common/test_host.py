@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import struct
 import subprocess
 import sys
 
@@ -44,3 +45,31 @@ def test_networks_are_addresses_with_their_prefix_and_never_loopback():
         network = ipaddress.ip_interface(text)
         assert not network.ip.is_loopback
         assert network.network.prefixlen > 0
+
+
+def test_the_other_end_of_a_unix_socket_is_this_user():
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        assert host.check_same_user(ours) == os.getpid()
+
+
+@pytest.mark.parametrize(("uid", "own"), [(1001, 1000), (3_000_000_000, 1000)])
+def test_another_user_is_refused(uid: int, own: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "getuid", lambda: own)
+    with pytest.raises(PermissionError, match=f"process 7 of user {uid} wanted to join"):
+        host.check_same_user(_SocketOf(7, uid))  # type: ignore[arg-type]
+
+
+def test_user_ids_may_be_large(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "getuid", lambda: 3_000_000_000)
+    assert host.check_same_user(_SocketOf(7, 3_000_000_000)) == 7  # type: ignore[arg-type]
+
+
+class _SocketOf:
+    """A socket whose other end is this process, as the kernel says it."""
+
+    def __init__(self, pid: int, uid: int) -> None:
+        self._credentials = struct.pack("iII", pid, uid, 0)
+
+    def getsockopt(self, *_: int) -> bytes:
+        return self._credentials

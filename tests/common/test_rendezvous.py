@@ -18,8 +18,7 @@ import pytest
 from horovod.common.config import Config
 from horovod.common.environments import detect
 from horovod.common.joining import rendezvous
-from horovod.common.joining.bootstraps import LocalSocket, SharedFile
-from horovod.common.joining.launcher_process import launcher_process
+from horovod.common.joining.bootstraps import LocalSocket, SharedFile, launcher_process
 from horovod.common.joining.rendezvous import _Withdrawal, connect
 from horovod.common.store import MemoryStore, StoreServer
 from horovod.common.wire import encode_key, new_key
@@ -396,7 +395,7 @@ def test_launcher_process_is_the_same_for_all_its_children(tmp_path: Path) -> No
     launcher = tmp_path / "mpiexec.hydra"
     shutil.copy("/bin/sh", launcher)
     ask = (
-        f"{sys.executable} -c 'from horovod.common.joining.launcher_process import *; "
+        f"{sys.executable} -c 'from horovod.common.joining.bootstraps import *; "
         "print(launcher_process())'"
     )
     command = f'{ask}; sh -c "{ask}; true"; true'

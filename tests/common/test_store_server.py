@@ -10,10 +10,12 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from horovod.common.store import StoreClient, StoreServer
+from horovod.common.store import server as store_server
 from horovod.common.wire import Session, Stream, new_key
 
 LONG = 200.0
@@ -71,7 +73,8 @@ def test_ipv6() -> None:
 
 
 def test_200_connections_at_once() -> None:
-    server = StoreServer("127.0.0.1", KEY, handshake_timeout=LONG)  # of 200 threads in one process
+    server = StoreServer("127.0.0.1", KEY)
+    server._handshake_timeout = LONG  # of 200 threads in one process
     start = threading.Barrier(200, timeout=LONG)
     clients: list[StoreClient] = []
     failures: list[BaseException] = []
@@ -182,7 +185,8 @@ def test_senseless_request_is_refused(server: StoreServer, request_: dict[str, o
 
 
 def test_slow_handshake_is_ended() -> None:
-    server = StoreServer("127.0.0.1", KEY, handshake_timeout=0.2)
+    server = StoreServer("127.0.0.1", KEY)
+    server._handshake_timeout = 0.2
     with raw(server) as slow:
         slow.sendall(b"HVD")
         assert wait_closed(slow) == b""
@@ -199,7 +203,8 @@ def test_slow_handshake_holds_up_nobody(server: StoreServer) -> None:
 
 
 def test_flood_of_silent_connections_keeps_nobody_out() -> None:
-    server = StoreServer("127.0.0.1", KEY, max_pending=8)
+    server = StoreServer("127.0.0.1", KEY)
+    server._max_pending = 8
     flood = [raw(server) for _ in range(40)]
     assert_still_serves(server)
     assert server.rejected >= 32
@@ -218,8 +223,10 @@ def test_peer_that_does_not_read_blocks_nobody(server: StoreServer) -> None:
     assert_still_serves(server)
 
 
-def test_answer_larger_than_a_frame_is_an_error_of_that_request() -> None:
-    server = StoreServer("127.0.0.1", KEY, max_frame=1000)
+def test_answer_larger_than_a_frame_is_an_error_of_that_request(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_server, "Session", partial(Session, max_frame=1000))
     server.store.set("large", bytes(2000))
     client = connect(server)
     with pytest.raises(ValueError, match="larger than the limit"):
@@ -227,7 +234,6 @@ def test_answer_larger_than_a_frame_is_an_error_of_that_request() -> None:
     client.set("small", b"1")
     assert client.get("small", LONG) == b"1"
     client.close()
-    server.close()
 
 
 def test_request_larger_than_a_frame_leaves_the_client_usable(

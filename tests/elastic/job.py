@@ -9,9 +9,8 @@ from typing import Any
 from horovod.common.generations.decisions import (
     LATEST,
     Decision,
+    answer_key,
     decision_key,
-    leaving_key,
-    seen_key,
 )
 from horovod.common.store import StoreServer
 from horovod.common.topology import Slot
@@ -95,10 +94,10 @@ class ElasticJob(Ranks):
     def await_seen(self, number: int, *workers: int, timeout: float = PATIENCE) -> None:
         """Until these workers have entered decision `number`."""
         for worker in workers:
-            self.store.get(seen_key(number, f"w{worker}"), timeout)
+            self.store.get(answer_key("seen", number, f"w{worker}"), timeout)
 
     def await_leaving(self, worker: int, timeout: float = PATIENCE) -> None:
-        self.store.get(leaving_key(f"w{worker}"), timeout)
+        self.store.get(answer_key("leaving", worker=f"w{worker}"), timeout)
 
     def lose_driver(self) -> None:
         """The driver dies, and the store with it."""

@@ -12,17 +12,9 @@ from hypothesis import strategies as st
 from horovod.common.generations.decisions import (
     LATEST,
     Decision,
-    broken_key,
+    answer_key,
     decision_key,
-    done_key,
-    formed_key,
-    heard_key,
-    leaving_key,
-    met_key,
     parse_answer,
-    ready_key,
-    received_key,
-    seen_key,
 )
 from horovod.common.store import MemoryStore
 from horovod.runner.elastic.job_state import JobState, Process
@@ -103,7 +95,7 @@ def test_nobody_is_moved_who_has_just_chosen_a_device():
     assert log.announce(first) is not None
     state.placed_workers = frozenset(state.alive)
     moved = Proposal((dataclasses.replace(state.alive[2], index=1),), "failure", lost=(0,))
-    store.set(met_key("w2"), b"")  # the state does not know yet
+    store.set(answer_key("met", worker="w2"), b"")  # the state does not know yet
     state.causes.append("w0 failed")
     written = len(store.written)
     assert log.announce(moved) is None
@@ -143,14 +135,14 @@ def test_the_end_has_no_places_and_is_said_only_to_a_job_that_had_begun():
 @pytest.mark.parametrize(
     ("key", "kind", "number", "worker"),
     [
-        (ready_key("w12"), "ready", 0, "w12"),
-        (heard_key(3, "w0"), "heard", 3, "w0"),
-        (seen_key(3, "w0"), "seen", 3, "w0"),
-        (broken_key(10, "w1"), "broken", 10, "w1"),
-        (formed_key(7), "formed", 7, ""),
-        (received_key("w4"), "received", 0, "w4"),
-        (leaving_key("w4"), "leaving", 0, "w4"),
-        (done_key("w4"), "done", 0, "w4"),
+        (answer_key("ready", worker="w12"), "ready", 0, "w12"),
+        (answer_key("heard", 3, "w0"), "heard", 3, "w0"),
+        (answer_key("seen", 3, "w0"), "seen", 3, "w0"),
+        (answer_key("broken", 10, "w1"), "broken", 10, "w1"),
+        (answer_key("formed", 7), "formed", 7, ""),
+        (answer_key("received", worker="w4"), "received", 0, "w4"),
+        (answer_key("leaving", worker="w4"), "leaving", 0, "w4"),
+        (answer_key("done", worker="w4"), "done", 0, "w4"),
     ],
 )
 def test_what_workers_answer_is_read_from_the_key(key: str, kind: str, number: int, worker: str):

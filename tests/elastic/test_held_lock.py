@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from horovod.common.generations.decisions import seen_key
+from horovod.common.generations.decisions import answer_key
 from horovod.torch.elastic.checkpoint import newest_checkpoint
 from tests.elastic.holding import hold_the_lock
 from tests.elastic.job import ElasticJob
@@ -71,7 +71,7 @@ def test_who_wakes_up_too_late_ends_and_leaves_the_others_alone(tmp_path: Path):
         (late,) = job.wait(ranks=[0])
         assert (late.result["ended"], late.exitcode) == ("exit 0", 0), late.describe()
         assert "it has no place in the job any more (lost w0)" in late.output
-        assert job.store.keys(seen_key(2, "w0")) == [], "it did not even try to take part"
+        assert job.store.keys(answer_key("seen", 2, "w0")) == [], "it did not even try to take part"
         assert _newest(tmp_path) == ("commit-3.pt", 6), "of the others"
         job.say_to([1, 2])
         for outcome in job.wait(ranks=[1, 2]):

@@ -16,15 +16,8 @@ from horovod.common.generations.decisions import (
     DRIVER_LOST,
     LATEST,
     Decision,
-    broken_key,
+    answer_key,
     decision_key,
-    formed_key,
-    heard_key,
-    leaving_key,
-    met_key,
-    ready_key,
-    received_key,
-    seen_key,
 )
 from horovod.common.generations.membership import WORKER_ID, Membership, is_elastic
 from horovod.common.joining.launcher_store import SECRET_KEY, STORE_ADDRESS, STORE_PORT
@@ -90,7 +83,7 @@ def test_workers_meet_in_the_newest_decision():
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda m: m.form(lambda: meet(m), 30), members))
     assert [m.generation.topology.rank for m in members if m.generation] == [1, 0]
-    assert store.keys("elastic/seen/") == [seen_key(2, "w0"), seen_key(2, "w1")]
+    assert store.keys("elastic/seen/") == [answer_key("seen", 2, "w0"), answer_key("seen", 2, "w1")]
 
 
 def test_a_meeting_is_given_up_for_a_newer_decision():
@@ -182,7 +175,7 @@ def test_a_worker_that_was_moved_gives_up_its_first_generation(newer: str, numbe
 
     member.form(start, 30)
     assert tries[-1] == number
-    assert store.try_get(met_key("w1")) == b""
+    assert store.try_get(answer_key("met", worker="w1")) == b""
     assert member.holds_state
 
 
@@ -199,10 +192,10 @@ def test_a_worker_says_once_that_it_has_the_state_and_again_if_that_failed():
     store = Store()
     member = Membership(store, "w1")
     member.confirm_state()
-    assert store.try_get(received_key("w1")) is None
+    assert store.try_get(answer_key("received", worker="w1")) is None
     member.confirm_state()
     member.confirm_state()
-    assert (store.try_get(received_key("w1")), store.tries) == (b"", 2)
+    assert (store.try_get(answer_key("received", worker="w1")), store.tries) == (b"", 2)
 
 
 def test_a_world_that_broke_without_a_decision_is_tried_again():
@@ -239,11 +232,13 @@ def left_out(store: MemoryStore) -> Membership:
 def test_a_worker_without_a_place_ends():
     store = MemoryStore()
     member = left_out(store)
-    store.set(formed_key(2), b"")
+    store.set(answer_key("formed", 2), b"")
     with pytest.raises(SystemExit) as end:
         member.form(lambda: None, 30)
     assert end.value.code == 0
-    assert store.try_get(leaving_key("w1")) == b"", "it is no member, whatever happens now"
+    assert store.try_get(answer_key("leaving", worker="w1")) == b"", (
+        "it is no member, whatever happens now"
+    )
 
 
 def test_a_worker_without_a_place_comes_back_if_the_others_are_lost_before_they_meet():
@@ -256,7 +251,7 @@ def test_a_worker_without_a_place_comes_back_if_the_others_are_lost_before_they_
     member.generation.close()
     with ThreadPoolExecutor(1) as pool:
         forming = pool.submit(member.form, lambda: meet(member), 30)
-        store.get(heard_key(2, "w1"), 30)
+        store.get(answer_key("heard", 2, "w1"), 30)
         publish(store, decision(3, "w1", "failure", "w0"))
         forming.result(timeout=30)
     assert member.generation is not None
@@ -268,17 +263,17 @@ def test_a_worker_without_a_place_whose_connection_breaks_as_it_says_so_says_it_
         tries = 0
 
         def set(self, key: str, value: bytes) -> None:
-            self.tries += key == leaving_key("w1")
-            if key == leaving_key("w1") and self.tries == 1:
+            self.tries += key == answer_key("leaving", worker="w1")
+            if key == answer_key("leaving", worker="w1") and self.tries == 1:
                 raise ConnectionResetError("by the peer")
             super().set(key, value)
 
     store = Store()
     member = left_out(store)
-    store.set(formed_key(2), b"")
+    store.set(answer_key("formed", 2), b"")
     with pytest.raises(SystemExit) as end:
         member.form(lambda: None, 30)
-    assert (end.value.code, store.try_get(leaving_key("w1"))) == (0, b"")
+    assert (end.value.code, store.try_get(answer_key("leaving", worker="w1"))) == (0, b"")
 
 
 def test_a_worker_without_a_place_that_is_told_to_leave_does_not_wait_for_the_others():
@@ -294,14 +289,14 @@ def test_a_new_worker_waits_for_its_place():
     member = Membership(store, "w1")
     with ThreadPoolExecutor(1) as pool:
         forming = pool.submit(member.form, lambda: meet(member), 30)
-        store.get(ready_key("w1"), 30)
+        store.get(answer_key("ready", worker="w1"), 30)
         publish(store, decision(1, "w0", "start"))
         publish(store, decision(2, "w0"))
         publish(store, decision(3, "w1"))
         forming.result(timeout=30)
-    assert store.try_get(seen_key(2, "w1")) is None
-    assert store.get(seen_key(3, "w1"), 1) == b"0"
-    assert store.try_get(formed_key(3)) is not None
+    assert store.try_get(answer_key("seen", 2, "w1")) is None
+    assert store.get(answer_key("seen", 3, "w1"), 1) == b"0"
+    assert store.try_get(answer_key("formed", 3)) is not None
 
 
 def test_too_few_workers_wait_for_the_next_decision():
@@ -310,11 +305,11 @@ def test_too_few_workers_wait_for_the_next_decision():
     member = Membership(store, "w0")
     with ThreadPoolExecutor(1) as pool:
         forming = pool.submit(member.form, lambda: None, 30)
-        store.get(ready_key("w0"), 30)
+        store.get(answer_key("ready", worker="w0"), 30)
         publish(store, dataclasses.replace(decision(2, "w0 w1"), min_np=2))
         forming.result(timeout=30)
-    assert store.try_get(seen_key(1, "w0")) is None
-    assert store.try_get(seen_key(2, "w0")) is not None
+    assert store.try_get(answer_key("seen", 1, "w0")) is None
+    assert store.try_get(answer_key("seen", 2, "w0")) is not None
 
 
 def test_a_worker_that_is_told_to_leave_does_not_wait_for_others():
@@ -327,7 +322,7 @@ def test_a_worker_that_is_told_to_leave_does_not_wait_for_others():
         member.leaving = True
         with pytest.raises(SystemExit):
             forming.result(timeout=30)
-    assert store.try_get(leaving_key("w0")) is not None
+    assert store.try_get(answer_key("leaving", worker="w0")) is not None
 
 
 @pytest.mark.parametrize("too_few", [False, True])
@@ -349,7 +344,7 @@ def test_a_worker_that_has_the_state_does_not_leave_before_it_has_met_others(too
             store.set("generation/3/0/here/1", b"")
         forming.result(timeout=30)
     assert member.generation is not None
-    assert store.try_get(leaving_key("w0")) is None
+    assert store.try_get(answer_key("leaving", worker="w0")) is None
 
 
 def test_workers_that_never_meet_are_given_up():
@@ -408,7 +403,7 @@ class _BreakingStore(MemoryStore):
 def test_connections_that_break_again_and_again_are_opened_again():
     heard = threading.Event()
     store = _BreakingStore()
-    store.watch(lambda key: heard.set() if key == heard_key(2, "w0") else None)
+    store.watch(lambda key: heard.set() if key == answer_key("heard", 2, "w0") else None)
     publish(store, decision(1, "w0", "start"))
     member = Membership(store, "w0")
     member.form(lambda: meet(member), 30)
@@ -469,7 +464,7 @@ def test_a_connection_that_breaks_once_does_not_keep_a_worker_out():
 
     member.form(start, 30)
     assert store.is_torn
-    assert store.try_get(broken_key(1, "w0")) == b"lost the store"
+    assert store.try_get(answer_key("broken", 1, "w0")) == b"lost the store"
     assert member.generation is not None
 
 

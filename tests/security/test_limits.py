@@ -79,7 +79,8 @@ def test_silent_connections_leave_descriptors_for_the_launcher(server: StoreServ
 
 
 def test_whoever_holds_all_descriptors_makes_room_for_the_ranks():
-    server = StoreServer("127.0.0.1", KEY, max_pending=10_000)
+    server = StoreServer("127.0.0.1", KEY)
+    server._max_pending = 10_000
     rank, session = socket.socket(), Session(KEY, server=False)
     rank.settimeout(HANG)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

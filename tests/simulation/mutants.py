@@ -497,7 +497,7 @@ MUTANTS = (
         "ranks agree on what only some have submitted",
         "new",
         "horovod.transport.network.tcp",
-        "            return count_common_words(records)",
+        "            return count_common_words([words_of(record) for record in records])",
         "            return len(words) // WORD",
     ),
 )

@@ -8,7 +8,7 @@ import torch
 import horovod.torch as hvd
 from horovod.torch.compression import Compressor, FP16Compressor, NoneCompressor
 from horovod.transport import eight_bits
-from horovod.transport.spans import share
+from horovod.transport.division import share
 from tests.ranks import RankPool, run_ranks
 
 NARROW = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from horovod.common.config import Config
-from horovod.common.store import PrefixStore, Store
+from horovod.common.store import Store
 from horovod.common.store.client import StoreClient
-from horovod.transport import failures, hierarchical, pairwise
-from horovod.transport.base import Group, Transport
+from horovod.transport import breakable, hierarchical, pairwise
+from horovod.transport.base import Group, SingleTransport, Transport
 from horovod.transport.device.host_copy import HostCopyTransport
 from horovod.transport.hierarchical import HierarchicalTransport
 from horovod.transport.host import peer_reduction
 from horovod.transport.host.shared_memory import SharedMemoryTransport
 from horovod.transport.network.tcp import TcpTransport
-from horovod.transport.single import SingleTransport
+from horovod.transport.select import _subgroup
 from tests.ranks import PATIENCE
 from tests.transport import device_stand_in
 
@@ -34,7 +34,7 @@ class Kind:
 
 def connect() -> Store:
     """The job's store, from the variables that every rank of a test has; it is never given up."""
-    failures._PATIENCE = PATIENCE
+    breakable._PATIENCE = PATIENCE
     return StoreClient(
         os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
         int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]),
@@ -77,16 +77,6 @@ def by_rounds(build: Builder) -> Builder:
     return built
 
 
-def _part(group: Group, members: Sequence[int], name: str) -> Group:
-    return replace(
-        group,
-        rank=list(members).index(group.rank),
-        size=len(members),
-        global_ranks=tuple(group.global_ranks[rank] for rank in members),
-        store=PrefixStore(group.store, name),
-    )
-
-
 def on_hosts(inside: Builder, hosts: Sequence[Sequence[int]], **knobs: bool) -> Builder:
     """A hierarchical transport over simulated hosts."""
 
@@ -94,30 +84,30 @@ def on_hosts(inside: Builder, hosts: Sequence[Sequence[int]], **knobs: bool) -> 
         group = replace(group, config=replace(group.config, **knobs))
         host = next(ranks for ranks in hosts if group.rank in ranks)
         index = host.index(group.rank)
-        neighbours = _part(group, host, f"inside-{host[0]}")
+        neighbours = _subgroup(group, host, f"inside-{host[0]}")
         local = inside(neighbours) if len(host) > 1 else SingleTransport(neighbours)
         cross = None
         if index < min(len(ranks) for ranks in hosts):
             lane = [ranks[index] for ranks in hosts]
-            cross = TcpTransport(_part(group, lane, f"lane-{index}"))
-        flat = TcpTransport(_part(group, range(group.size), "flat"))
+            cross = TcpTransport(_subgroup(group, lane, f"lane-{index}"))
+        flat = TcpTransport(_subgroup(group, range(group.size), "flat"))
         return HierarchicalTransport(group, local, cross, hosts, flat)
 
     return built
 
 
 def staged(group: Group) -> Transport:
-    return HostCopyTransport(group, TcpTransport(_part(group, range(group.size), "host")))
+    return HostCopyTransport(group, TcpTransport(_subgroup(group, range(group.size), "host")))
 
 
 def device_over_tcp(group: Group) -> Transport:
     """The device transport, beside TCP for host memory."""
-    host = TcpTransport(_part(group, range(group.size), "host"))
+    host = TcpTransport(_subgroup(group, range(group.size), "host"))
     return device_stand_in.build(group, host)
 
 
 def device_over_shared_memory(group: Group) -> Transport:
-    host = SharedMemoryTransport(_part(group, range(group.size), "host"))
+    host = SharedMemoryTransport(_subgroup(group, range(group.size), "host"))
     return device_stand_in.build(group, host)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from horovod.common.store import MemoryStore
-from horovod.transport.single import SingleTransport
+from horovod.transport.base import SingleTransport
 from tests.ranks import run_ranks
 from tests.transport import cases
 from tests.transport.kinds import KINDS, build, connect, whole_group

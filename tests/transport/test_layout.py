@@ -1,4 +1,4 @@
-"""How composed transports refuse parts that do not fit together."""
+"""How tensors are divided, and what a composed transport refuses."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from horovod.common.store import MemoryStore
+from horovod.transport.base import SingleTransport
 from horovod.transport.device.host_copy import HostCopyTransport
 from horovod.transport.division import offsets_of, split_evenly
-from horovod.transport.hierarchical import HierarchicalTransport
-from horovod.transport.single import SingleTransport
 from tests.transport.kinds import whole_group
 
 ONE = whole_group(0, 1, MemoryStore())
@@ -23,25 +22,6 @@ def test_slices() -> None:
     assert offsets_of([3, 0, 2]) == [0, 3, 3]
 
 
-def test_single_serves_one_rank_only() -> None:
-    with pytest.raises(ValueError, match="cannot serve 2 ranks"):
-        SingleTransport(TWO)
-
-
 def test_staged_needs_a_host_transport_of_the_same_ranks() -> None:
     with pytest.raises(ValueError, match="other ranks"):
         HostCopyTransport(TWO, SingleTransport(ONE))
-
-
-@pytest.mark.parametrize(
-    ("hosts", "complaint"),
-    [
-        ([[0]], "do not list every rank"),
-        ([[0, 1]], "local transport"),
-        ([[0], [1]], "cross transport"),
-    ],
-)
-def test_hierarchical_checks_its_parts(hosts: list[list[int]], complaint: str) -> None:
-    single = SingleTransport(ONE)
-    with pytest.raises(ValueError, match=complaint):
-        HierarchicalTransport(TWO, single, None, hosts, single)

@@ -29,9 +29,9 @@ from horovod.common.reduce_op import ReduceOp
 from horovod.common.store import MemoryStore, Store
 from horovod.common.wire import Session, Stream, new_key
 from horovod.transport.base import Group
-from horovod.transport.network import handshakes, links
+from horovod.transport.network import connections, links
+from horovod.transport.network.connections import drain
 from horovod.transport.network.links import Links, MissingPeerError
-from horovod.transport.network.sockets import drain
 from horovod.transport.network.tcp import TcpTransport
 from tests.ranks import start_ranks, tell
 from tests.transport.kinds import connect, whole_group
@@ -267,7 +267,7 @@ def test_a_stranger_that_comes_and_goes_is_forgotten():
 
 def test_a_silent_stranger_is_dropped_in_time():
     with linked(2) as ranks:
-        with mock.patch.object(handshakes, "_HANDSHAKE_SECONDS", 0.1):  # too short for slow ranks
+        with mock.patch.object(connections, "_HANDSHAKE_SECONDS", 0.1):  # too short for slow ranks
             with socket.create_connection(ranks.address(0)) as stranger:
                 assert is_dropped(stranger)
             with socket.create_connection(ranks.address(0)) as stranger:

@@ -63,15 +63,11 @@ class Environment(ABC):
         Raises:
             ValueError: They are incomplete or contradict each other.
         """
-        names = self.variables
-        self._require_both(names.rank, names.size)
-        return self._pair(names.rank, names.size)
+        return self._pair(self.variables.rank, self.variables.size)
 
     def local(self) -> tuple[int, int]:
         """Return local rank and local size; raise ValueError like `claim`."""
-        names = self.variables
-        self._require_both(names.local_rank, names.local_size)
-        return self._pair(names.local_rank, names.local_size)
+        return self._pair(self.variables.local_rank, self.variables.local_size)
 
     def cross(self) -> tuple[int, int] | None:
         """Return cross rank and cross size if the launcher tells them."""
@@ -115,12 +111,13 @@ class Environment(ABC):
 
     def _pair(self, rank_name: str, size_name: str) -> tuple[int, int]:
         """Return a rank and the size that it is below, from two variables."""
+        self._require(rank_name, size_name)
         rank, size = self._integer(rank_name), self._integer(size_name)
         if rank >= size:
             raise self._error("gives a rank that is not below its size", rank_name, size_name)
         return rank, size
 
-    def _require_both(self, *names: str) -> None:
+    def _require(self, *names: str) -> None:
         """Raise ValueError if one of the variables is not set."""
         missing = [name for name in names if not self.environ.get(name)]
         if missing:

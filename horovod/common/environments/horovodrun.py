@@ -38,5 +38,4 @@ class HorovodRun(Environment):
     def cross(self) -> tuple[int, int] | None:
         if not self.environ.get(CROSS_RANK) and not self.environ.get(CROSS_SIZE):
             return None
-        self._require_both(CROSS_RANK, CROSS_SIZE)
         return self._pair(CROSS_RANK, CROSS_SIZE)

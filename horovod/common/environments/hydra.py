@@ -21,6 +21,5 @@ class Hydra(Environment):
     def local(self) -> tuple[int, int]:
         pals = ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
         if not self.environ.get(self.variables.local_rank) and self.environ.get(pals[0]):
-            self._require_both(*pals)
             return self._pair(*pals)
         return super().local()

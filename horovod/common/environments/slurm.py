@@ -60,7 +60,6 @@ class Slurm(Environment):
 
     def claim(self) -> tuple[int, int]:
         size = self._of_step("SLURM_STEP_NUM_TASKS", self.variables.size)
-        self._require_both(self.variables.rank, size)
         return self._pair(self.variables.rank, size)
 
     def local(self) -> tuple[int, int]:
@@ -84,7 +83,7 @@ class Slurm(Environment):
     def _nodes(self) -> tuple[list[int], int]:
         """Return the number of tasks of each node, and the index of this node."""
         name = self._counts_name()
-        self._require_both("SLURM_NODEID", self.variables.local_rank, name)
+        self._require("SLURM_NODEID", self.variables.local_rank, name)
         try:
             counts = tasks_per_node(self.environ[name])
         except ValueError as error:

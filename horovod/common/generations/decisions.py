@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from horovod.common.topology import Slot
 
@@ -29,69 +30,26 @@ def decision_key(number: int) -> str:
     return f"elastic/decision/{number}"
 
 
-def ready_key(worker: str) -> str:
-    """Return the key that a new worker sets once its imports are done and it waits for a slot."""
-    return f"elastic/ready/{worker}"
+AnswerKind = Literal[
+    "ready",  # a new worker's imports are done, and it waits for a slot
+    "heard",  # its process knows the decision, even while it is busy with something else
+    "seen",  # it enters the decision's generation, having left its old one: which attempt, from 0
+    "broken",  # its generation has broken, or could not be formed: the reason, for people
+    "formed",  # all workers of the decision are connected
+    "met",  # its first generation has formed: its program chooses a device next, by its slot there
+    "received",  # it has the state that all ranks began with: others that have it may leave
+    "leaving",  # it leaves on purpose, after its commit
+    "done",  # its training function has returned
+]
+"""What workers answer, each by a key of its own; after a colon is the value of the key."""
 
 
-def heard_key(number: int, worker: str) -> str:
-    """Return the key that a worker's process sets as soon as it knows decision `number`.
-
-    It does so even while the worker is busy with something else.
-    """
-    return f"elastic/heard/{number}/{worker}"
+def answer_key(kind: AnswerKind, number: int = 0, worker: str = "") -> str:
+    """Return the key of an answer to decision `number`, or to none, by a worker, or by all."""
+    return "/".join(["elastic", kind, *(str(part) for part in (number, worker) if part)])
 
 
-def seen_key(number: int, worker: str) -> str:
-    """Return the key that a worker sets when it has left its old generation and enters another.
-
-    The value is the attempt to form the generation of decision `number`, counted from 0.
-    """
-    return f"elastic/seen/{number}/{worker}"
-
-
-def broken_key(number: int, worker: str) -> str:
-    """Return the key that a worker sets when its generation of decision `number` breaks.
-
-    It also sets the key when the generation cannot be formed. The value is the reason, for people.
-    """
-    return f"elastic/broken/{number}/{worker}"
-
-
-def formed_key(number: int) -> str:
-    """Return the key that is set once all workers of decision `number` are connected."""
-    return f"elastic/formed/{number}"
-
-
-def met_key(worker: str) -> str:
-    """Return the key that a worker sets when its first generation has formed.
-
-    Its program chooses a device next, by the slot that it has in this generation.
-    """
-    return f"elastic/met/{worker}"
-
-
-def received_key(worker: str) -> str:
-    """Return the key that a worker sets when it has the state that all ranks began with.
-
-    From then on other workers that have the state may leave.
-    """
-    return f"elastic/received/{worker}"
-
-
-def leaving_key(worker: str) -> str:
-    """Return the key that a worker sets when it leaves on purpose, after its commit."""
-    return f"elastic/leaving/{worker}"
-
-
-def done_key(worker: str) -> str:
-    """Return the key that a worker sets when its training function has returned."""
-    return f"elastic/done/{worker}"
-
-
-_ANSWER = re.compile(
-    r"elastic/(ready|heard|seen|broken|formed|met|received|leaving|done)(?:/(\d+))?(?:/(w\d+))?"
-)
+_ANSWER = re.compile(rf"elastic/({'|'.join(get_args(AnswerKind))})(?:/(\d+))?(?:/(w\d+))?")
 
 
 def parse_answer(key: str) -> tuple[str, int, str] | None:

@@ -11,7 +11,7 @@ import time
 from typing import Protocol
 
 from horovod.common.exceptions import HorovodInternalError
-from horovod.common.generations.decisions import Decision, decision_key, formed_key, met_key
+from horovod.common.generations.decisions import Decision, answer_key, decision_key
 from horovod.common.store import PrefixStore, Store
 from horovod.common.topology import Slot
 
@@ -74,7 +74,7 @@ class Generation(PrefixStore):
             self._keep_slot()  # last: a worker that has said so must go on
         self._member.holds_state = True
         if self.topology.rank == 0:
-            self._member.store.set(formed_key(self.decision.number), b"")
+            self._member.store.set(answer_key("formed", self.decision.number), b"")
 
     def _keep_slot(self) -> None:
         """Make sure of this worker's slot: its program chooses a device next, by its local rank.
@@ -84,7 +84,7 @@ class Generation(PrefixStore):
         this worker another local rank, raise, so that this generation is given up.
         """
         store, worker = self._member.store, self._member.worker_id
-        store.set(met_key(worker), b"")
+        store.set(answer_key("met", worker=worker), b"")
         newest, number = self.decision, self.decision.number
         while (content := store.try_get(decision_key(number + 1))) is not None:
             newest, number = Decision.decode(content), number + 1

@@ -29,15 +29,8 @@ _HEAD_START = 5.0
 """Seconds that a rank which caused a failure has to end before those that failed because of it."""
 
 
-class _Note:
-    """Whether this process has left a note, and whether an operation failed because of others."""
-
-    def __init__(self) -> None:
-        self.is_left = False
-        self.has_failed = False
-
-
-_note = _Note()
+_has_left_note = False
+_has_failed = False  # whether an operation failed because of others
 
 
 def note_key(worker: str) -> str:
@@ -53,24 +46,26 @@ def read_note(store: Store, worker: str) -> tuple[int, ...] | None:
 
 def leave_note(ranks: Iterable[int]) -> None:
     """Tell the launcher that operations here failed because of these ranks. Any thread may call."""
-    _note.has_failed = True
-    if not _note.is_left and _launcher_serves_a_store():
-        _note.is_left = True
+    global _has_left_note, _has_failed
+    _has_failed = True
+    if not _has_left_note and _launcher_serves_a_store():
+        _has_left_note = True
         content = json.dumps(sorted(ranks)).encode()
         _ask(lambda store, key: store.set(key, content))
 
 
 def take_note_back() -> None:
     """Remove the note, because the engine has started again: later failures have other reasons."""
-    _note.has_failed = False
-    if _note.is_left:
-        _note.is_left = False
+    global _has_left_note, _has_failed
+    _has_failed = False
+    if _has_left_note:
+        _has_left_note = False
         _ask(lambda store, key: store.delete(key))
 
 
 def let_others_end() -> None:
     """Wait at the end of the process, if the launcher blames the process that ends first."""
-    if not _note.has_failed or _launcher_serves_a_store():
+    if not _has_failed or _launcher_serves_a_store():
         return
     with contextlib.suppress(ValueError):
         if detect().rendezvous is not RendezvousMethod.NOT_NEEDED:

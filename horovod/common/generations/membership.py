@@ -32,15 +32,8 @@ from horovod.common.generations.decisions import (
     DRIVER_LOST,
     LATEST,
     Decision,
-    broken_key,
+    answer_key,
     decision_key,
-    done_key,
-    formed_key,
-    heard_key,
-    leaving_key,
-    ready_key,
-    received_key,
-    seen_key,
 )
 from horovod.common.generations.generation import Generation, first_open_attempt
 from horovod.common.joining.launcher_store import launchers_store
@@ -96,7 +89,7 @@ class Membership:
         """The newest decision that this worker knows."""
         if self._newest is None:
             try:
-                self.store.set(ready_key(self.worker_id), b"")
+                self.store.set(answer_key("ready", worker=self.worker_id), b"")
                 number = self._first_number()
                 self._newest = Decision.decode(self.store.get(decision_key(number), 1.0))
             except ConnectionError as error:
@@ -157,7 +150,8 @@ class Membership:
     def _enter(self) -> Generation:
         """Enter the newest decision that has a slot for this worker."""
         while True:
-            decision = self._choose()
+            # The driver probably hears just now of what broke our generation.
+            decision = self._await(self._expected)
             self._end_without_driver()
             if self.unrecoverable is not None:
                 raise HorovodInternalError(self.unrecoverable)
@@ -175,15 +169,15 @@ class Membership:
                 )
                 raise SystemExit(0)
             if slot is None or decision.too_few:
-                self._await_next(number)
+                self._await(number + 1)
                 continue
             self._had_slot = True
             try:
                 attempt = first_open_attempt(self.store, number)
-                self.store.set(seen_key(number, self.worker_id), b"%d" % attempt)
+                self.store.set(answer_key("seen", number, self.worker_id), b"%d" % attempt)
             except ConnectionError as error:  # the watcher finds out whether that is for good
                 logger.info("cannot enter decision %d: %s", number, error)
-                self._await_next(number)
+                self._await(number + 1)
                 continue
             generation = Generation(self, decision, attempt, slot)
             with self._changed:  # a decision after this line finds the generation, and may break it
@@ -200,35 +194,24 @@ class Membership:
         if not self.holds_state or decision.is_final:
             return True
         number, deadline = decision.number, time.monotonic() + _FAREWELL
-        keys, found = [decision_key(number + 1), formed_key(number)], ""
+        keys, found = [decision_key(number + 1), answer_key("formed", number)], ""
         with contextlib.suppress(ConnectionError):  # the watcher finds out whether that is for good
             while not (found or self.leaving) and time.monotonic() < deadline:
                 with contextlib.suppress(TimeoutError):
                     found, _ = self.store.get_any(keys, _MOMENT)
             if found != keys[0]:
-                self.store.set(leaving_key(self.worker_id), b"")
+                self.store.set(answer_key("leaving", worker=self.worker_id), b"")
                 return True
-        self._await_next(number)
+        self._await(number + 1)
         return False
 
-    def _choose(self) -> Decision:
-        """Return the newest decision, after a moment in which the next one may appear.
-
-        The driver probably hears just now of what broke our generation.
-        """
+    def _await(self, number: int) -> Decision:
+        """Wait a moment for decision `number`, or a reason to end; return the newest decision."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self.unrecoverable is not None or self.newest.number >= self._expected,
-                _MOMENT,
+                lambda: self.unrecoverable is not None or self.newest.number >= number, _MOMENT
             )
             return self.newest
-
-    def _await_next(self, number: int) -> None:
-        """Wait a moment for a newer decision than `number`, or a reason to end."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.unrecoverable is not None or self.newest.number > number, _MOMENT
-            )
 
     def note_left(self, generation: Generation) -> None:
         """Note that this worker has left a generation; another decision should follow."""
@@ -253,13 +236,13 @@ class Membership:
         """Tell the driver, once, that this worker has the state; if that fails, try next time."""
         if not self._has_confirmed:
             with contextlib.suppress(OSError):
-                self.store.set(received_key(self.worker_id), b"")
+                self.store.set(answer_key("received", worker=self.worker_id), b"")
                 self._has_confirmed = True
 
     def report_broken(self, generation: Generation, error: Exception) -> None:
         """Tell the driver, for its status file, why this worker cannot go on in a generation."""
         with contextlib.suppress(OSError):
-            key = broken_key(generation.decision.number, self.worker_id)
+            key = answer_key("broken", generation.decision.number, self.worker_id)
             self.store.set(key, str(error).encode())
 
     # -- the end -----------------------------------------------------------------------------
@@ -268,7 +251,7 @@ class Membership:
         """Note that the training function has returned: from now on the driver may end."""
         self._finished = True
         with contextlib.suppress(OSError):
-            self.store.set(done_key(self.worker_id), b"")
+            self.store.set(answer_key("done", worker=self.worker_id), b"")
 
     def retire(self) -> None:
         """Stop watching the driver, because this worker's function has returned or failed.
@@ -282,7 +265,7 @@ class Membership:
         self._finished = True
         logger.warning("worker %s leaves the job, as it was told to", self.worker_id)
         try:
-            self.store.set(leaving_key(self.worker_id), b"")
+            self.store.set(answer_key("leaving", worker=self.worker_id), b"")
         except OSError as error:
             # From a worker that said nothing, status 0 would mean that it has trained to the end.
             raise SystemExit(DRIVER_LOST) from error
@@ -316,7 +299,7 @@ class Membership:
         """Take a decision, and break the generation if one of its workers is gone."""
         logger.info("decision %d (%s): %s", decision.number, decision.kind, decision.reason)
         with contextlib.suppress(OSError):  # the next wait says if that is for good
-            self.store.set(heard_key(decision.number, self.worker_id), b"")
+            self.store.set(answer_key("heard", decision.number, self.worker_id), b"")
         with self._changed:
             self._newest = decision
             generation = self.generation

@@ -23,7 +23,6 @@ import json
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -32,12 +31,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from horovod.common import mpi
+from horovod.common.host import check_same_user
 from horovod.common.logging import get_logger
 
 T = TypeVar("T")
 
 _PAUSE = 0.02
 _MAX_OFFER = 4096
+# At most 15 characters each, which is what the kernel keeps of a process's name.
+_LAUNCHERS = {
+    *("hydra_pmi_proxy", "jsmd", "mpiexec", "mpiexec.hydra", "mpirun", "mpirun_rsh", "mpispawn"),
+    *("orted", "orterun", "palsd", "prted", "prterun", "slurmstepd"),
+}
 
 
 class Bootstrap(ABC):
@@ -125,8 +130,7 @@ class LocalSocket(Bootstrap):
                     return
                 with peer, contextlib.suppress(OSError, ValueError):
                     peer.settimeout(1.0)
-                    if _peer_user(peer) != os.getuid():
-                        continue
+                    check_same_user(peer)
                     rank = int(peer.recv(64) or b"-1")
                     if 0 < rank < self._size:
                         peer.sendall(offer.encode())
@@ -142,8 +146,7 @@ class LocalSocket(Bootstrap):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(timeout)
             sock.connect(self._name)
-            if _peer_user(sock) != os.getuid():
-                raise PermissionError("another user listens there")
+            check_same_user(sock)
             sock.sendall(b"%d" % self._rank)
             text = b""
             while chunk := sock.recv(_MAX_OFFER):
@@ -161,11 +164,35 @@ class LocalSocket(Bootstrap):
             self._listener.close()
 
 
-def _peer_user(sock: socket.socket) -> int:
-    """Return the user id of the process at the other end."""
-    size = struct.calcsize("iII")
-    _, user, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(user)
+def launcher_process() -> str:
+    """Return a name for the launcher's process, or for our parent where no launcher is known.
+
+    Some MPI launchers give the job no name. Their ranks on one host still have one common ancestor,
+    whose process id and start time name the job there.
+    """
+    pid = os.getppid()
+    while pid > 1:
+        process = _read_process(pid)
+        if process is None:
+            break
+        name, parent, started = process
+        if name in _LAUNCHERS:
+            return f"{pid}.{started}"
+        pid = parent
+    process = _read_process(os.getppid())
+    return f"{os.getppid()}.{process[2] if process else 0}"
+
+
+def _read_process(pid: int) -> tuple[str, int, int] | None:
+    """Return name, parent and start time of a process; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The name stands in parentheses and may itself contain spaces and parentheses.
+    before, _, after = text.rpartition(")")
+    fields = after.split()
+    return before.partition("(")[2], int(fields[1]), int(fields[19])
 
 
 class SharedFile(Bootstrap):

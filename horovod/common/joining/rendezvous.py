@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from horovod.common.config import Config
 from horovod.common.environments import Elastic, Environment, RendezvousMethod
@@ -31,8 +32,8 @@ from horovod.common.joining.bootstraps import (
     MpiBroadcast,
     SharedFile,
     StoreOfTorch,
+    launcher_process,
 )
-from horovod.common.joining.launcher_process import launcher_process
 from horovod.common.joining.launcher_store import (
     SECRET_KEY,
     STORE_ADDRESS,
@@ -55,6 +56,7 @@ class _Results:
         self.lock = threading.Lock()
         self.servers: dict[tuple[str, str, int], tuple[StoreServer, Bootstrap]] = {}  # on rank 0
         self.offers: dict[tuple[str, str, int], StoreAddress] = {}  # on other ranks
+        self.of_communicators: list[StoreServer] = []  # others may still read from them
 
 
 _results = _Results()
@@ -95,6 +97,32 @@ def connect(
         return launchers_store(environ).connect(config.start_timeout)
     with _results.lock:
         return _ServedByRankZero(environment, topology, config, environ).store()
+
+
+def connect_by_communicator(comm: Any, config: Config) -> tuple[Topology, Store]:
+    """Return our ranks in `comm`, and a store that its ranks share. Collective over `comm`.
+
+    `comm` is the mpi4py communicator that the user has passed to ``init(comm=...)``.
+    """
+    from mpi4py import MPI
+
+    rank, size = comm.Get_rank(), comm.Get_size()
+    host = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    local_rank, local_size = host.Get_rank(), host.Get_size()
+    host.Free()
+    cross = comm.Split(local_rank)
+    topology = Topology(rank, size, local_rank, local_size, cross.Get_rank(), cross.Get_size())
+    cross.Free()
+    store: StoreAddress | None = None
+    if rank == 0:
+        address = LOOPBACK if local_size == size else routable_address(config.gloo_iface)
+        key = new_key()
+        server = StoreServer(address, key)
+        _results.of_communicators.append(server)
+        store = StoreAddress(server.address, server.port, key)
+    store = comm.bcast(store, root=0)
+    assert store is not None, "rank 0 has sent it"
+    return topology, store.connect(config.start_timeout)
 
 
 class _Withdrawal:

@@ -127,11 +127,7 @@ class MemoryStore(Store):
         self._watchers.append(callback)
 
     def set(self, key: str, value: bytes) -> None:
-        value = bytes(value)
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-        self._call_watchers(key)
+        self.set_unless(key, value, ())
 
     def set_unless(self, key: str, value: bytes, obstacles: Iterable[str]) -> bool:
         """Set a key unless one of `obstacles` is set, and return whether it was set.

@@ -23,7 +23,7 @@ from typing import Any
 from horovod.common.logging import get_logger
 from horovod.common.store.memory import MemoryStore
 from horovod.common.store.parked_requests import ParkedRequests
-from horovod.common.wire import MAX_FRAME, Message, Session, WireError, check_key
+from horovod.common.wire import Message, Session, WireError, check_key
 
 _RECEIVE_BYTES = 1 << 18
 _ACCEPT_PAUSE = 0.1
@@ -64,27 +64,14 @@ class StoreServer:
         port: The port to listen on; by default a free one.
         store: The store to serve, by default a new one. Several servers may share a store, to
             serve it on several addresses.
-        handshake_timeout: Seconds within which a peer must complete the handshake.
-        max_pending: The most unfinished handshakes; of more, the oldest are dropped.
-            By default as many as leave most of this process's descriptors free.
-        max_frame: The largest message that is accepted, in bytes.
     """
 
     def __init__(
-        self,
-        host: str,
-        key: bytes,
-        port: int = 0,
-        *,
-        store: MemoryStore | None = None,
-        handshake_timeout: float = 10.0,
-        max_pending: int | None = None,
-        max_frame: int = MAX_FRAME,
+        self, host: str, key: bytes, port: int = 0, *, store: MemoryStore | None = None
     ) -> None:
         self._key = check_key(key)
-        self._handshake_timeout = handshake_timeout
-        self._max_pending = max_pending or _most_pending()
-        self._max_frame = max_frame
+        self._handshake_timeout = 10.0  # seconds
+        self._max_pending = _most_pending()  # unfinished handshakes: of more, the oldest is dropped
         self._pid = os.getpid()
         self.store = MemoryStore() if store is None else store
         self.store.secret = key  # the clients derive keys from the same
@@ -158,7 +145,10 @@ class StoreServer:
         """Do what a descriptor that is ready asks for."""
         if connection is not None:
             try:
-                self._progress(connection, events)
+                if connection.is_open and events & selectors.EVENT_WRITE:
+                    self._send(connection)
+                if connection.is_open and events & selectors.EVENT_READ:
+                    self._receive(connection)
             except Exception as error:  # one peer's trouble must never end the service
                 get_logger(__name__).exception("store: failed to serve %s", connection.peer)
                 self._reject(connection, repr(error))
@@ -221,7 +211,7 @@ class StoreServer:
             connection = _Connection(
                 sock,
                 f"{peer[0]}:{peer[1]}",
-                Session(self._key, server=True, max_frame=self._max_frame),
+                Session(self._key, server=True),
                 time.monotonic() + self._handshake_timeout,
             )
             self._connections[connection] = None
@@ -229,13 +219,6 @@ class StoreServer:
             self._selector.register(sock, selectors.EVENT_READ, connection)
             if len(self._pending) > self._max_pending:
                 self._reject(next(iter(self._pending)), "too many unfinished handshakes")
-
-    def _progress(self, connection: _Connection, events: int) -> None:
-        """Send and receive what a connection is ready for."""
-        if connection.is_open and events & selectors.EVENT_WRITE:
-            self._send(connection)
-        if connection.is_open and events & selectors.EVENT_READ:
-            self._receive(connection)
 
     def _receive(self, connection: _Connection) -> None:
         """Take what has arrived, and answer the requests in it."""

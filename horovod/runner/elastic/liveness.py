@@ -20,8 +20,8 @@ from horovod.common.generations.decisions import (
     DRIVER_LOST,
     LATEST,
     Decision,
+    answer_key,
     decision_key,
-    met_key,
 )
 from horovod.common.store import MemoryStore
 from horovod.common.topology import Slot
@@ -74,7 +74,7 @@ class DecisionLog:
         )
         before = {member.number: member.index for member in state.members()}
         moved = [w.number for w in proposal.members if before.get(w.number, w.index) != w.index]
-        return self._publish(decision, map(met_key, names(moved)))
+        return self._publish(decision, [answer_key("met", worker=name) for name in names(moved)])
 
     def _explain(self, slots: Mapping[int, Slot]) -> str:
         """Return the reason for a decision before which nothing happened to workers or hosts."""

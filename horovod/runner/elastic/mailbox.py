@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from horovod.common.generations.decisions import broken_key, parse_answer, seen_key
+from horovod.common.generations.decisions import answer_key, parse_answer
 from horovod.common.store import MemoryStore
 from horovod.observe.reports.amounts import count_of
 from horovod.runner.elastic.discovery import HostManager, HostPoller, NoMoreHosts
@@ -150,12 +150,12 @@ class Inbox(Mailbox):
             process.heard = max(process.heard, number)
             status.note("heard", worker=worker, decision=number)
         elif kind == "seen":
-            attempt = int(self._store.try_get(seen_key(number, worker)) or 0)
+            attempt = int(self._store.try_get(answer_key("seen", number, worker)) or 0)
             status.note("entered", worker=worker, decision=number, attempt=attempt)
             self._state.note_entry(process, number, attempt)
             self._liveness.note_entry(*process.entered)
         elif kind == "broken":
-            why = self._store.try_get(broken_key(number, worker)) or b""
+            why = self._store.try_get(answer_key("broken", number, worker)) or b""
             status.note("broken", worker=worker, decision=number, why=why.decode(errors="replace"))
         elif kind == "met":
             process.has_met = True

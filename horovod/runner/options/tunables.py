@@ -18,8 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from horovod.common.config import KNOBS, Config
-from horovod.common.knob import Knob
+from horovod.common.config import KNOBS, Config, Knob
 from horovod.observe.dashboard.watching import PATTERN
 
 _KNOBS = {knob.env: knob for knob in KNOBS}

@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from horovod.transport.arithmetic import as_blocks
-from horovod.transport.base import MAX_TENSORS, MAX_WORDS, WORD, Group
+from horovod.transport.arithmetic import BoundedCache, as_blocks
+from horovod.transport.base import MAX_TENSORS, MAX_WORDS, WORD, Group, count_common_words
 from horovod.transport.host.staging import AreaReducer
 from horovod.transport.host.steps import CONTROL, SteppedTransport
 
 INLINE = 128 * 1024  # bytes of payload in an exchange slot
 STAGE = 2 * 1024 * 1024  # bytes of one staging area
-KEPT = 256  # views of memory of each kind that are remembered
 
 # An exchange slot: [pointer][nbytes][number of word bytes][words] [pointers] [payload]
 _HEADER = 3 * WORD
@@ -70,7 +69,7 @@ class ExchangeTransport(SteppedTransport):
         self._tensor_bytes: list[int] = []
         # Every rank reads all slots, so the more ranks there are, the less is worth sending so.
         self._inline = min(INLINE, 2 * INLINE // self.size)
-        self._inline_views: dict[tuple[int, torch.dtype, int], list[Any]] = {}
+        self._inline_views: BoundedCache[tuple[int, torch.dtype, int], list[Any]] = BoundedCache()
         self._stager = AreaReducer(self.rank, self._memories, self._addresses, STAGES_AT, STAGE)
         # Measured on 16 cores: up to 300 KiB among 3 ranks, 500 among 4, 2 MiB and more among 8.
         self._staged_limit = 0 if self.size == 2 else min(STAGE, 32 * 1024 * self.size**2)
@@ -78,16 +77,10 @@ class ExchangeTransport(SteppedTransport):
     def _expose(
         self, tensors: Sequence[torch.Tensor], words: bytes = b"", reduced: bool = False
     ) -> int:
-        """Show `words` and tensors to all ranks.
+        """Show `words` and tensors to all ranks; return the slot's offset once all have done so.
 
-        Args:
-            tensors: The tensors to show.
-            words: The words to show.
-            reduced: Whether the tensors are to be reduced. Then they may be copied into a staging
-                area, and the pointer is the number of that area instead of an address.
-
-        Returns:
-            The offset of the slot, once all ranks have filled theirs.
+        Tensors that are to be `reduced` may be copied into a staging area. The pointer is then the
+        number of that area instead of an address.
         """
         self._exchanges += 1
         slot = CONTROL + (self._exchanges & 1) * _SLOT
@@ -120,12 +113,8 @@ class ExchangeTransport(SteppedTransport):
 
     def _exposed(self, slot: int) -> Exposed:
         """Return the single tensor that every rank showed in its slot."""
-        pointers, sizes = [], []
-        for memory in self._memories:
-            pointer, nbytes = struct.unpack_from("2Q", memory, slot)
-            pointers.append(pointer)
-            sizes.append(nbytes)
-        return Exposed(pointers, sizes)
+        shown = [struct.unpack_from("2Q", memory, slot) for memory in self._memories]
+        return Exposed([pointer for pointer, _ in shown], [nbytes for _, nbytes in shown])
 
     def agree(self, words: bytes, preload: Sequence[torch.Tensor] | None = None) -> int:
         self.check_usable()
@@ -151,12 +140,7 @@ class ExchangeTransport(SteppedTransport):
             (length,) = struct.unpack_from("Q", memory, slot + 2 * WORD)
             start = slot + WORDS_AT
             everyone.append(bytes(memory[start : start + length]))
-        common = min(len(words) for words in everyone) // WORD
-        for index in range(common):
-            at = slice(index * WORD, (index + 1) * WORD)
-            if any(words[at] != everyone[0][at] for words in everyone):
-                return index
-        return common
+        return count_common_words(everyone)
 
     def _is_staged(self, nbytes: int) -> bool:
         """Return whether a reduction that is too large for the slot goes through staging areas."""
@@ -172,8 +156,6 @@ class ExchangeTransport(SteppedTransport):
         key = (slot, dtype, count)
         blocks = self._inline_views.get(key)
         if blocks is None:
-            if len(self._inline_views) >= KEPT:
-                self._inline_views.clear()
             offset = slot + PAYLOAD_AT
             blocks = self._inline_views[key] = [
                 as_blocks(torch.frombuffer(memory, dtype=dtype, count=count, offset=offset))

@@ -103,9 +103,9 @@ class PeerMemory:
         if moved != nbytes:
             self._fail(moved)
 
-    def _fail(self, moved: int) -> None:
-        """Raise the error of a call that did not move all bytes."""
-        code = ctypes.get_errno() if moved < 0 else _BAD_ADDRESS
+    def _fail(self, moved: int, otherwise: int = _BAD_ADDRESS) -> None:
+        """Raise the error of a call that did not move all bytes, or else the error `otherwise`."""
+        code = ctypes.get_errno() if moved < 0 else otherwise
         raise OSError(code, os.strerror(code), memory_name(self.pid))
 
     def _move_rest(
@@ -118,5 +118,4 @@ class PeerMemory:
                 return
             _PAIR.pack_into(self._spans, 0, local, length, remote, length)
             moved = call(self.pid, self._local_at, 1, self._remote_at, 1, 0)
-        code = ctypes.get_errno() if moved < 0 else _NO_SUCH_PROCESS
-        raise OSError(code, os.strerror(code), memory_name(self.pid))
+        self._fail(moved, _NO_SUCH_PROCESS)

@@ -7,21 +7,20 @@ begin and end together.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport import address_arrays
-from horovod.transport.arithmetic import as_blocks, combination, needs_wide
+from horovod.transport.arithmetic import BoundedCache, arrays_at, as_blocks, combination, needs_wide
+from horovod.transport.base import Transport
+from horovod.transport.division import SPAN, Block, Layout, block_bytes, share
 from horovod.transport.host.peer_memory import PeerMemory
-from horovod.transport.spans import SPAN, Block, Layout, block_bytes, share
 
 PIECE = 1024 * 1024  # bytes of a share that travel between hosts at a time
-_KEPT = 256  # plans, blocks of tensors, and areas of scratch memory, that are remembered
 
 
 class _Scratch(NamedTuple):
@@ -43,14 +42,36 @@ class _Plan(NamedTuple):
     scratch: list[_Scratch]  # for each block
 
 
-class Others(Protocol):
-    """The ranks on other hosts that have the same share as this rank."""
+class OtherHosts:
+    """The ranks on other hosts that have the same share as this rank.
+
+    Args:
+        cross: The transport that connects this rank with them.
+        arguments: The operation, the scale and the wire type of the reduction.
+        explain: A function that turns an error of `cross` into one for the host's transport.
+    """
+
+    def __init__(
+        self,
+        cross: Transport,
+        arguments: tuple[ReduceOp, float, torch.dtype | None],
+        explain: Callable[[HorovodInternalError], HorovodInternalError],
+    ) -> None:
+        self._cross, self._arguments, self._explain = cross, arguments, explain
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin to reduce these tensors with those of the other ranks."""
+        """Begin to reduce with the other hosts."""
+        try:
+            self._cross.begin_allreduce(tensors, *self._arguments)
+        except HorovodInternalError as error:
+            raise self._explain(error) from error
 
     def finish(self) -> None:
-        """Complete the reduction."""
+        """Wait until the reduction that was begun is done."""
+        try:
+            self._cross.finish_allreduce()
+        except HorovodInternalError as error:
+            raise self._explain(error) from error
 
 
 class PeerReducer:
@@ -64,9 +85,11 @@ class PeerReducer:
         self._others = [(rank + distance) % self.size for distance in range(1, self.size)]
         self._block = block_bytes(self.size)
         self._scratch = torch.empty(self.size * self._block, dtype=torch.uint8)
-        self._areas: dict[tuple[torch.dtype, int, int], tuple[Any, int]] = {}
-        self._plans: OrderedDict[tuple[Any, ...], _Plan] = OrderedDict()
-        self._pairs: dict[tuple[int, int, torch.dtype], list[tuple[Any, Any, int, int, int]]] = {}
+        self._areas: BoundedCache[tuple[torch.dtype, int, int], tuple[Any, int]] = BoundedCache()
+        self._plans: BoundedCache[tuple[Any, ...], _Plan] = BoundedCache()
+        self._pairs: BoundedCache[
+            tuple[int, int, torch.dtype], list[tuple[Any, Any, int, int, int]]
+        ] = BoundedCache()
 
     def allreduce(
         self,
@@ -108,7 +131,7 @@ class PeerReducer:
         pointers: Sequence[Sequence[int]],
         op: ReduceOp,
         check: Callable[[], None],
-        others: Others,
+        others: OtherHosts,
     ) -> None:
         """Reduce our share of tensors like `allreduce`, together with ranks on other hosts.
 
@@ -152,7 +175,7 @@ class PeerReducer:
         self, layout: Layout, tensors: Sequence[torch.Tensor], addresses: Sequence[int]
     ) -> list[Any]:
         """Return our spans, as operands of arithmetic."""
-        arrays = address_arrays.arrays(tensors[0].dtype, addresses, layout.counts)
+        arrays = arrays_at(tensors[0].dtype, addresses, layout.counts)
         if arrays is not None:
             return arrays
         whole = [as_blocks(tensor.view(-1)) for tensor in tensors]
@@ -196,7 +219,7 @@ class PeerReducer:
         starts = range(lo, hi, most)
         counts = [min(most, hi - start) for start in starts]
         addresses = [base + start * width for start in starts]
-        arrays = address_arrays.arrays(dtype, addresses, counts)
+        arrays = arrays_at(dtype, addresses, counts)
         own: list[Any] | None = arrays
         if own is None:
             whole = as_blocks(tensor)
@@ -206,8 +229,6 @@ class PeerReducer:
             for array, part, address in zip(own, counts, addresses, strict=True)
         ]
         if arrays is not None:
-            if len(self._pairs) >= _KEPT:
-                self._pairs.clear()
             self._pairs[key] = blocks
         return blocks
 
@@ -264,8 +285,6 @@ class PeerReducer:
         dtype, counts = tensors[0].dtype, tuple([tensor.numel() for tensor in tensors])
         plan = self._plans.get((dtype, counts))
         if plan is None:
-            if len(self._plans) >= _KEPT:
-                self._plans.popitem(last=False)
             layout = Layout(counts, dtype.itemsize, self.rank, self.size)
             scratch = [
                 self._scratch_for(dtype, layout.counts[block.first : block.first + block.spans])
@@ -294,8 +313,6 @@ class PeerReducer:
         key = (dtype, number, count)
         cached = self._areas.get(key)
         if cached is None:
-            if len(self._areas) >= _KEPT:
-                self._areas.clear()
             view = self._scratch[number * self._block :].view(dtype)[:count]
             cached = self._areas[key] = as_blocks(view), view.data_ptr()
         return cached

@@ -19,11 +19,11 @@ import mmap
 import os
 import secrets
 import socket
-import struct
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from horovod.common.host import check_same_user
 from horovod.transport.base import Group
 
 _DESCRIPTORS = 3  # for each rank: memory, doorbell, process
@@ -153,7 +153,7 @@ def _exchange_as_host(
                 continue
             stack.callback(guest.close)
             guest.settimeout(max(timeout, 0.5))
-            pid = _check_user(guest)
+            pid = check_same_user(guest)
             text, fds = _receive(guest, _DESCRIPTORS, stack)
             announcement = json.loads(text)
             if not secrets.compare_digest(str(announcement["token"]), token):
@@ -176,7 +176,7 @@ def _exchange_as_guest(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as host:
         host.settimeout(timeout)
         host.connect("\0" + invitation["name"])
-        _check_user(host)
+        check_same_user(host)
         announcement = {"rank": group.rank, "token": invitation["token"]}
         socket.send_fds(host, [json.dumps(announcement).encode()], list(mine))
         everyone: list[tuple[int, ...]] = []
@@ -204,12 +204,3 @@ def _receive(
     if not text or len(fds) != count:
         raise OSError(f"{len(fds)} of {count} descriptors arrived")
     return text, list(fds)
-
-
-def _check_user(channel: socket.socket) -> int:
-    """Return the pid of the other end's process; raise if it is another user's."""
-    data = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", data)
-    if uid != os.getuid():
-        raise PermissionError(f"process {pid} of user {uid} wanted to join")
-    return int(pid)

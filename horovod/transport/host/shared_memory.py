@@ -23,12 +23,16 @@ from typing import Any
 import torch
 
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport import address_arrays
-from horovod.transport.arithmetic import as_blocks, ignore_overflow, reduce_into
+from horovod.transport.arithmetic import (
+    BoundedCache,
+    arrays_at,
+    as_blocks,
+    ignore_overflow,
+    reduce_into,
+)
 from horovod.transport.base import SHARED_MEMORY, WORD, Group
 from horovod.transport.host.exchange import (
     INLINE,
-    KEPT,
     PAYLOAD_AT,
     STAGE,
     STAGES_AT,
@@ -36,7 +40,7 @@ from horovod.transport.host.exchange import (
     ExchangeTransport,
 )
 from horovod.transport.host.peer_memory import PeerMemory, allow_peers
-from horovod.transport.host.peer_reduction import Others, PeerReducer
+from horovod.transport.host.peer_reduction import OtherHosts, PeerReducer
 from horovod.transport.host.steps import STATE
 
 
@@ -52,7 +56,7 @@ class SharedMemoryTransport(ExchangeTransport):
         self._peers = [PeerMemory(member.pid) for member in self._members]
         self._reducer = PeerReducer(self.rank, self._peers)
         self._sums = torch.empty(INLINE, dtype=torch.uint8)  # sums of several small tensors
-        self._sum_views: dict[tuple[torch.dtype, int], Any] = {}
+        self._sum_views: BoundedCache[tuple[torch.dtype, int], Any] = BoundedCache()
         self.peer_memory = self._try_peer_memory(group.config.shm_peer_memory)
         self.algorithms = ("direct", "staged") if self.peer_memory else ()
         self._has_formed = True
@@ -99,7 +103,7 @@ class SharedMemoryTransport(ExchangeTransport):
 
     @ignore_overflow
     def allreduce_around(
-        self, tensors: Sequence[torch.Tensor], op: ReduceOp, others: Others
+        self, tensors: Sequence[torch.Tensor], op: ReduceOp, others: OtherHosts
     ) -> None:
         """Reduce tensors that are larger than INLINE together with ranks on other hosts.
 
@@ -136,8 +140,6 @@ class SharedMemoryTransport(ExchangeTransport):
         else:
             result = self._sum_views.get((dtype, count))
             if result is None:
-                if len(self._sum_views) >= KEPT:
-                    self._sum_views.clear()
                 result = self._sum_views[dtype, count] = as_blocks(self._sums.view(dtype)[:count])
         reduce_into(result, blocks, op)
         if scale != 1.0:
@@ -150,7 +152,7 @@ class SharedMemoryTransport(ExchangeTransport):
 
     def _operand(self, tensor: torch.Tensor) -> Any:
         """Return a tensor as an operand of arithmetic."""
-        arrays = address_arrays.arrays(tensor.dtype, (tensor.data_ptr(),), (tensor.numel(),))
+        arrays = arrays_at(tensor.dtype, (tensor.data_ptr(),), (tensor.numel(),))
         return as_blocks(tensor) if arrays is None else arrays[0]
 
     def _check_others(self) -> None:
@@ -248,13 +250,10 @@ class SharedMemoryTransport(ExchangeTransport):
     def _pull(
         self, slot: int, source: torch.Tensor, reads: Sequence[tuple[int, int, int, int]]
     ) -> None:
-        """Copy parts of the tensors that all ranks exposed.
+        """Copy parts of the tensors that all ranks exposed; this rank exposed `source`.
 
-        Args:
-            slot: The offset of the exchange slot.
-            source: The tensor that this rank exposed.
-            reads: The rank of each part, the offset in its tensor, the address to copy to, and the
-                bytes.
+        `reads` has the rank of each part, the offset in its tensor, the address to copy to, and the
+        bytes.
         """
         self._preloaded = None
         exposed = self._exposed(slot)

@@ -21,7 +21,7 @@ import torch
 
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport.arithmetic import as_blocks, reduce_into
-from horovod.transport.spans import block_bytes, pieces, share
+from horovod.transport.division import block_bytes, pieces, share
 
 
 class AreaReducer:

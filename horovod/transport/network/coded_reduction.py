@@ -18,12 +18,11 @@ from horovod.transport import eight_bits
 from horovod.transport.base import Transport
 from horovod.transport.division import split_evenly
 from horovod.transport.eight_bits import Rows
-from horovod.transport.network.shares import ShareBlock, SharePlan
+from horovod.transport.network.direct_reduction import AHEAD, ShareBlock, share_blocks
 from horovod.transport.network.streams import MessageStream
 
 Tensor = torch.Tensor
 
-AHEAD = 2  # blocks of each peer that may wait for the same blocks of other peers
 BLOCK_ROWS = 1024  # rows of one block, at most
 
 
@@ -61,11 +60,11 @@ class CodedPlan:
         total: Tensor,
     ) -> None:
         row_counts = [eight_bits.num_rows(count) for count in counts]
-        shares = SharePlan(row_counts, eight_bits.ROW, size, BLOCK_ROWS * eight_bits.ROW)
+        shares = share_blocks(row_counts, eight_bits.ROW, size, BLOCK_ROWS * eight_bits.ROW)
         self.kind = kind
         self.blocks: list[list[CodedBlock]] = []  # of every rank's share
         start = 0
-        for blocks in shares.blocks:
+        for blocks in shares:
             self.blocks.append([])
             for block in blocks:
                 end = start + block.edges[-1]

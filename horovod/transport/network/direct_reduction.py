@@ -3,6 +3,9 @@
 Used by the TCP transport. A rank collects and reduces its share of the tensors and sends out every
 finished block while later ones are still arriving. Messages are queued on the streams of the peers,
 and each arrival calls the next step of the reduction.
+
+The blocks (`share_blocks`) follow from the sizes of the tensors alone, and are kept from step to
+step; `Memory` fills in the tensors' addresses.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.arithmetic import reduce_into
-from horovod.transport.network.shares import Memory, SharePlan
+from horovod.transport.arithmetic import arrays_at, as_blocks, reduce_into
+from horovod.transport.division import Span, pieces, share
 from horovod.transport.network.streams import MessageStream
 
 AHEAD = 2  # blocks of each peer that may wait for the same blocks of other peers
@@ -28,6 +31,85 @@ class BlockBuffer(NamedTuple):
     operand: Any
 
 
+class ShareBlock(NamedTuple):
+    """Elements that travel and are reduced together."""
+
+    spans: list[Span]
+    edges: list[int]  # where each span begins in the block, and the end
+    nbytes: int
+
+
+def share_blocks(
+    counts: Sequence[int], width: int, size: int, most_bytes: int
+) -> list[list[ShareBlock]]:
+    """Cut tensors, taken end to end, into a share for each rank, and each share into blocks.
+
+    Args:
+        counts: The number of elements of each tensor.
+        width: The bytes of an element.
+        size: The number of ranks.
+        most_bytes: The bytes of a block, at most.
+
+    Returns:
+        The blocks of every rank's share.
+    """
+    total, most = sum(counts), max(1, most_bytes // width)
+    shares = []
+    for rank in range(size):
+        lo, hi = share(total, width, rank, size)
+        shares.append([_block(counts, width, at, min(at + most, hi)) for at in range(lo, hi, most)])
+    return shares
+
+
+def _block(counts: Sequence[int], width: int, lo: int, hi: int) -> ShareBlock:
+    """Return the block of elements `lo` to `hi` of all tensors, end to end."""
+    spans = [Span(*each) for each in pieces(counts, lo, hi)]
+    edges = [0]
+    for span in spans:
+        edges.append(edges[-1] + span.elements)
+    return ShareBlock(spans, edges, (hi - lo) * width)
+
+
+class Memory:
+    """The tensors' memory, as buffers to send and receive, and as operands of arithmetic."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._dtype = tensors[0].dtype
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+
+    def buffers(self, block: ShareBlock) -> list[Any]:
+        """Return the block's memory, as bytes."""
+        arrays = self._arrays(block, torch.uint8)
+        if arrays is not None:
+            return arrays
+        return [part.view(torch.uint8).numpy() for part in self._tensor_parts(block)]
+
+    def operands(self, block: ShareBlock) -> list[Any]:
+        """Return the block's elements, as arrays or tensors, whichever arithmetic takes."""
+        arrays = self._arrays(block, self._dtype)
+        if arrays is not None:
+            return arrays
+        return [as_blocks(part) for part in self._tensor_parts(block)]
+
+    def _arrays(self, block: ShareBlock, dtype: torch.dtype) -> list[Any] | None:
+        """Return the spans of a block as arrays of `dtype`, or None if there can be none."""
+        width, addresses = self._dtype.itemsize, self._addresses
+        per_element = width // dtype.itemsize
+        return arrays_at(
+            dtype,
+            [addresses[span.tensor] + span.start * width for span in block.spans],
+            [span.elements * per_element for span in block.spans],
+        )
+
+    def _tensor_parts(self, block: ShareBlock) -> list[torch.Tensor]:
+        """Return the spans of a block as tensors."""
+        return [
+            self._tensors[span.tensor].view(-1)[span.start : span.start + span.elements]
+            for span in block.spans
+        ]
+
+
 class DirectReduction:
     """One allreduce that is under way.
 
@@ -38,7 +120,7 @@ class DirectReduction:
     Args:
         rank: Our rank.
         streams: The messages of each peer.
-        plan: The shares and blocks into which the tensors are cut.
+        blocks: The blocks of every rank's share of the tensors.
         tensors: The tensors to reduce, in place.
         op: SUM, MIN, MAX or PRODUCT.
         scale: The factor for the result.
@@ -50,7 +132,7 @@ class DirectReduction:
         self,
         rank: int,
         streams: Mapping[int, MessageStream],
-        plan: SharePlan,
+        blocks: Sequence[Sequence[ShareBlock]],
         tensors: Sequence[torch.Tensor],
         op: ReduceOp,
         scale: float,
@@ -58,12 +140,12 @@ class DirectReduction:
     ) -> None:
         self._rank = rank
         self._streams = streams
-        self._plan = plan
+        self._blocks = blocks
         self._memory = Memory(tensors)
         self._op = op
         self._scale = scale
         self._scratch = scratch
-        self._own_blocks = plan.blocks[rank]
+        self._own_blocks = blocks[rank]
         self._operands: list[dict[int, Any]] = [{} for _ in self._own_blocks]  # arrived, by rank
 
     def begin(self) -> None:
@@ -73,7 +155,7 @@ class DirectReduction:
         data has left when the result overwrites it.
         """
         for peer, stream in self._streams.items():
-            for block in self._plan.blocks[peer]:
+            for block in self._blocks[peer]:
                 stream.send(self._memory.buffers(block), block.nbytes)
         for number in range(min(AHEAD, len(self._own_blocks))):
             self._expect(number)
@@ -93,7 +175,7 @@ class DirectReduction:
 
     def _expect_results(self, peer: int, stream: MessageStream) -> None:
         """Expect the results of a peer's share, straight into our tensors."""
-        for block in self._plan.blocks[peer]:
+        for block in self._blocks[peer]:
             stream.receive(self._memory.buffers(block), block.nbytes)
 
     def _on_arrival(self, number: int, peer: int, operand: Any) -> None:

@@ -1,7 +1,7 @@
 """TCP connections between the ranks of a group. Used by the TCP transport.
 
 Each rank listens on one address, and connects to a peer when it first needs that peer: the rank
-with the higher number dials, and both prove who they are (`handshakes`). One thread accepts
+with the higher number dials, and both prove who they are (`connections`). One thread accepts
 connections, and watches the open ones: a collective waits for some of its peers and would not see
 that another is gone.
 
@@ -27,9 +27,11 @@ from horovod.common.host import own_networks
 from horovod.common.joining.addresses import interface_address
 from horovod.transport.base import Group
 from horovod.transport.endpoints import RankLocation, choose_address
-from horovod.transport.network.handshakes import LOOK_SECONDS, Arrival, dial
-from horovod.transport.network.sockets import (
+from horovod.transport.network.connections import (
     CLOSED,
+    LOOK_SECONDS,
+    Arrival,
+    dial,
     drain,
     finish_sending,
     is_ended,

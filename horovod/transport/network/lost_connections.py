@@ -1,7 +1,7 @@
 """Finding out which rank is lost, and why, when a TCP connection of a group has ended.
 
 Somebody has died, aborted or closed. The reason comes, in this order, from what was posted in the
-store (`failures`), from which connections are dead, and from which processes of this host are
+store (`FailureBoard`), from which connections are dead, and from which processes of this host are
 dead. Used by the TCP transport.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from horovod.common.exceptions import HorovodInternalError, PeerLostError
 from horovod.common.host import is_running
 from horovod.transport.base import Group
-from horovod.transport.failures import FailureBoard
+from horovod.transport.breakable import FailureBoard
 from horovod.transport.network.links import Links, MissingPeerError, connection_failure
 
 

@@ -15,9 +15,7 @@ import numpy as np
 import torch
 
 from horovod.common.reduce_op import ReduceOp
-from horovod.transport.arithmetic import NUMPY_TYPES, reduce_into
-from horovod.transport.base import WORD
-from horovod.transport.network.shares import tensor_operands
+from horovod.transport.arithmetic import NUMPY_TYPES, reduce_into, tensor_operands
 
 _HEADER = struct.Struct("<QQ")  # bytes of words, bytes of payload
 _NO_PAYLOAD = (1 << 64) - 1
@@ -33,19 +31,10 @@ def payload_of(tensors: Sequence[torch.Tensor]) -> bytes:
     return b"".join([string_at(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
 
 
-def count_common_words(records: Sequence[Any]) -> int:
-    """Return how many leading words are the same in all records."""
-    queues = []
-    for record in records:
-        nbytes, _ = _HEADER.unpack_from(record)
-        queues.append(bytes(record[_HEADER.size : _HEADER.size + nbytes]))
-    fewest = min(len(queue) for queue in queues) // WORD
-    first = queues[0]
-    for number in range(fewest):
-        word = first[number * WORD : (number + 1) * WORD]
-        if any(queue[number * WORD : (number + 1) * WORD] != word for queue in queues[1:]):
-            return number
-    return fewest
+def words_of(record: Any) -> bytes:
+    """Return the words of a record."""
+    nbytes, _ = _HEADER.unpack_from(record)
+    return bytes(record[_HEADER.size : _HEADER.size + nbytes])
 
 
 def bundle(records: Sequence[Any]) -> bytes:

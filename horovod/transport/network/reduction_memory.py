@@ -6,23 +6,21 @@ allocated anew. Used by the TCP transport.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from horovod.transport.arithmetic import as_blocks
+from horovod.transport.arithmetic import BoundedCache, as_blocks
+from horovod.transport.division import cut
 from horovod.transport.eight_bits import BLOCK, ROW, num_rows
 from horovod.transport.network import coded_reduction
 from horovod.transport.network.coded_reduction import CodedPlan
-from horovod.transport.network.direct_reduction import AHEAD, BlockBuffer
-from horovod.transport.network.shares import SharePlan
+from horovod.transport.network.direct_reduction import AHEAD, BlockBuffer, ShareBlock, share_blocks
 
 BLOCK_TOTAL = 4 * 1024 * 1024  # bytes of one block, from all ranks together
 SMALLEST_BLOCK = 128 * 1024  # bytes
 BLOCKS = 4  # least number in a share: the results of one travel while the next arrive
-_KEPT = 256  # plans, and buffers, that are remembered
 
 
 class ReductionMemory:
@@ -35,9 +33,9 @@ class ReductionMemory:
     def __init__(self, size: int) -> None:
         self._size = size
         self._block = BLOCK_TOTAL // size // 64 * 64
-        self._plans: OrderedDict[tuple[Any, ...], SharePlan] = OrderedDict()
-        self._coded_plans: dict[tuple[Any, ...], CodedPlan] = {}
-        self._block_buffers: dict[tuple[Any, ...], BlockBuffer] = {}
+        self._plans: BoundedCache[tuple[Any, ...], list[list[ShareBlock]]] = BoundedCache()
+        self._coded_plans: BoundedCache[tuple[Any, ...], CodedPlan] = BoundedCache()
+        self._block_buffers: BoundedCache[tuple[Any, ...], BlockBuffer] = BoundedCache()
         self.clear()
 
     def clear(self) -> None:
@@ -48,16 +46,14 @@ class ReductionMemory:
         self._narrow = torch.empty(0)
         self._rows = self._arriving = self._total = torch.empty(0)
 
-    def plan(self, tensors: Sequence[torch.Tensor]) -> SharePlan:
-        """Return the plan for tensors of these sizes."""
+    def blocks(self, tensors: Sequence[torch.Tensor]) -> list[list[ShareBlock]]:
+        """Return the blocks of every rank's share of tensors of these sizes."""
         width, counts = tensors[0].dtype.itemsize, tuple([t.numel() for t in tensors])
         plan = self._plans.get((width, counts))
         if plan is None:
-            if len(self._plans) >= _KEPT:
-                self._plans.popitem(last=False)
             share = sum(counts) * width // self._size
             block = min(self._block, max(SMALLEST_BLOCK, share // BLOCKS // 64 * 64))
-            plan = self._plans[width, counts] = SharePlan(counts, width, self._size, block)
+            plan = self._plans[width, counts] = share_blocks(counts, width, self._size, block)
         return plan
 
     def block(self, dtype: torch.dtype, peer: int, slot: int, count: int) -> BlockBuffer:
@@ -65,8 +61,6 @@ class ReductionMemory:
         key = (dtype, peer, slot, count)
         buffer = self._block_buffers.get(key)
         if buffer is None:
-            if len(self._block_buffers) >= _KEPT:
-                self._block_buffers.clear()
             per_peer = AHEAD * self._block
             if not self._blocks.numel():
                 self._blocks = torch.empty(self._size * per_peer, dtype=torch.uint8)
@@ -82,8 +76,9 @@ class ReductionMemory:
         if self._narrow.dtype is not wire or self._narrow.numel() < count:
             self._narrow = torch.empty(count, dtype=wire)
         narrow = self._narrow[:count]
-        for part, tensor in _parts(narrow, tensors):
-            part.copy_(tensor)
+        parts = cut(narrow, [tensor.numel() for tensor in tensors])
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(tensor.view(-1))
         return narrow
 
     def coded_plan(
@@ -97,10 +92,8 @@ class ReductionMemory:
             if len(self._rows) < count:
                 self._coded_plans.clear()  # they would keep the old memory
                 self._rows = torch.empty(count, ROW, dtype=torch.uint8)
-            if len(self._coded_plans) >= _KEPT:
-                self._coded_plans.clear()
             if not self._total.numel():
-                shape = (self._size, coded_reduction.AHEAD, coded_reduction.BLOCK_ROWS, ROW)
+                shape = (self._size, AHEAD, coded_reduction.BLOCK_ROWS, ROW)
                 self._arriving = torch.empty(shape, dtype=torch.uint8)
                 self._total = torch.empty(coded_reduction.BLOCK_ROWS, BLOCK)
             memory = (self._rows[:count], self._arriving, self._total)
@@ -111,17 +104,8 @@ class ReductionMemory:
 
 def widen(narrow: torch.Tensor, tensors: Sequence[torch.Tensor], scale: float) -> None:
     """Copy a result of a narrower type into `tensors`, and multiply it."""
-    for part, tensor in _parts(narrow, tensors):
-        tensor.copy_(part)
+    parts = cut(narrow, [tensor.numel() for tensor in tensors])
+    for part, tensor in zip(parts, tensors, strict=True):
+        tensor.view(-1).copy_(part)
         if scale != 1.0:
             tensor.mul_(scale)
-
-
-def _parts(
-    flat: torch.Tensor, tensors: Sequence[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the part of a flat tensor that belongs to each of `tensors`, and that tensor, flat."""
-    start = 0
-    for tensor in tensors:
-        yield flat[start : start + tensor.numel()], tensor.view(-1)
-        start += tensor.numel()

@@ -32,7 +32,7 @@ from horovod.common.exceptions import HorovodInternalError, fresh_copy
 from horovod.common.reduce_op import ReduceOp
 from horovod.transport import pairwise
 from horovod.transport.arithmetic import ignore_overflow
-from horovod.transport.base import WORD, Group
+from horovod.transport.base import WORD, Group, count_common_words
 from horovod.transport.division import as_bytes
 from horovod.transport.eight_bits import is_coded
 from horovod.transport.network.coded_reduction import CodedReduction, add_up_among_many
@@ -41,11 +41,11 @@ from horovod.transport.network.links import Links, connection_failure
 from horovod.transport.network.lost_connections import explain_absence, explain_end
 from horovod.transport.network.records import (
     bundle,
-    count_common_words,
     payload_of,
     record_head,
     reduce_payloads,
     unbundle,
+    words_of,
 )
 from horovod.transport.network.reduction_memory import ReductionMemory, widen
 from horovod.transport.network.streams import Incoming, MessageStream, Outgoing, finish
@@ -156,7 +156,7 @@ class TcpTransport(PairwiseTransport):
                 if preload is not None and payload is not None:
                     self._preloaded = _Preload(preload, [record[length:] for record in records])
                 return len(words) // WORD
-            return count_common_words(records)
+            return count_common_words([words_of(record) for record in records])
 
     def _payload(self, tensors: Sequence[torch.Tensor]) -> bytes | None:
         """Return the content of tensors if they are small enough to be sent along."""
@@ -303,8 +303,8 @@ class TcpTransport(PairwiseTransport):
         """Queue the messages of an allreduce among few ranks."""
         streams = {peer: self._stream(peer) for peer in self._peers}
         scratch = partial(self._memory.block, tensors[0].dtype)
-        plan = self._memory.plan(tensors)
-        DirectReduction(self.rank, streams, plan, tensors, op, scale, scratch).begin()
+        blocks = self._memory.blocks(tensors)
+        DirectReduction(self.rank, streams, blocks, tensors, op, scale, scratch).begin()
 
     def _begin_coded(
         self, tensors: Sequence[torch.Tensor], scale: float, kind: torch.dtype

@@ -32,8 +32,7 @@ from horovod.observe.statistics.stall import (
     find_hanging,
     find_missing,
 )
-from horovod.transport.base import Group
-from horovod.transport.single import SingleTransport
+from horovod.transport.base import Group, SingleTransport
 
 SIZE = 40
 

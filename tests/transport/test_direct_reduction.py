@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod.transport import address_arrays
-from horovod.transport.network.shares import Memory, SharePlan, tensor_operands
+from horovod.transport import arithmetic
+from horovod.transport.arithmetic import tensor_operands
+from horovod.transport.network.direct_reduction import Memory, share_blocks
 from tests.effort import examples
 
 counts = st.lists(st.one_of(st.integers(0, 5), st.integers(0, 3_000)), min_size=1, max_size=6)
@@ -23,11 +24,11 @@ blocks = st.one_of(st.integers(1, 300), st.integers(1, 20_000))
 def test_every_element_is_in_one_block_in_order(
     lengths: list[int], width: int, size: int, block: int
 ):
-    plan = SharePlan(lengths, width, size, block)
-    assert len(plan.blocks) == size
+    plan = share_blocks(lengths, width, size, block)
+    assert len(plan) == size
     elements = [
         (part.tensor, part.start + offset)
-        for shares in plan.blocks
+        for shares in plan
         for each in shares
         for part in each.spans
         for offset in range(part.elements)
@@ -40,7 +41,7 @@ def test_every_element_is_in_one_block_in_order(
 def test_blocks_say_what_they_hold_and_keep_to_the_limit(
     lengths: list[int], width: int, size: int, block: int
 ):
-    for shares in SharePlan(lengths, width, size, block).blocks:
+    for shares in share_blocks(lengths, width, size, block):
         for each in shares:
             held = [part.elements for part in each.spans]
             assert min(held) > 0
@@ -53,7 +54,7 @@ def test_blocks_say_what_they_hold_and_keep_to_the_limit(
 def test_nobody_gets_more_than_its_share(lengths: list[int], width: int, size: int, block: int):
     """Shares end at cache lines, so that is how much more than an equal share one may be."""
     line = max(1, 64 // width)
-    for shares in SharePlan(lengths, width, size, block).blocks:
+    for shares in share_blocks(lengths, width, size, block):
         most = -(-sum(lengths) // size)
         assert sum(each.edges[-1] for each in shares) < most + line
 
@@ -64,17 +65,17 @@ def test_buffers_and_operands_are_the_tensors_memory(
     dtype: torch.dtype, own: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if not own:
-        monkeypatch.setattr(address_arrays, "arrays", lambda *_: None)
+        monkeypatch.setattr(arithmetic, "_all_memory", lambda _: None)
     tensors = [
         torch.arange(7).view(7).to(dtype),
         torch.ones(2, 5).to(dtype),
         torch.ones(1).to(dtype),
     ]
     memory = Memory(tensors)
-    plan = SharePlan([7, 10, 1], dtype.itemsize, 2, 48)
+    plan = share_blocks([7, 10, 1], dtype.itemsize, 2, 48)
     content = b"".join(tensor.view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
     found = b""
-    for block in (block for shares in plan.blocks for block in shares):
+    for block in (block for shares in plan for block in shares):
         buffers = memory.buffers(block)
         assert sum(len(buffer) for buffer in buffers) == block.nbytes
         found += b"".join(np.asarray(buffer).tobytes() for buffer in buffers)
