@@ -162,13 +162,15 @@ def check_group(tensors: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Te
 def check_splits(splits: Any) -> tuple[int, ...]:
     """Return `alltoall`'s splits, a list or an array of torch, numpy or JAX, as integers.
 
-    Empty splits mean equal parts.
+    Empty splits mean equal parts. An array may have any integer type, as what numpy computes is
+    int64; a torch tensor must be int32.
     """
     if hasattr(splits, "dtype"):
-        is_torch = isinstance(splits, torch.Tensor)
-        if splits.dtype != (torch.int32 if is_torch else "int32"):
-            expected = "torch.int32" if is_torch else "int32"
-            raise ValueError(f"splits must be of type {expected}, not {splits.dtype}")
+        if isinstance(splits, torch.Tensor):
+            if splits.dtype is not torch.int32:
+                raise ValueError(f"splits must be of type torch.int32, not {splits.dtype}")
+        elif splits.dtype.kind not in "iu":
+            raise ValueError(f"splits must be of type int32, not {splits.dtype}")
         if splits.ndim > 1:
             raise ValueError(f"splits must have one dimension, not {splits.ndim}")
         splits = splits.reshape(-1).tolist()

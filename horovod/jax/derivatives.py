@@ -44,7 +44,7 @@ def differentiable(run: Run, send_back: Callable[..., list[Any]]) -> Run:
         return run(call, arrays)
 
     def forward(call: Call, arrays: list[Any]) -> tuple[list[Any], Any]:
-        results = run(call, arrays)
+        results = recorded(call, arrays)  # not run(): gradients of gradients come back here
         rows = _RowCounts(tuple(array.shape[0] if array.ndim else 0 for array in arrays))
         return results, (rows, results[len(arrays) :])
 

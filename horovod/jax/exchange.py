@@ -124,7 +124,7 @@ def _send_back_rows(back: Call, gradients: list[Any], rows: list[int], received:
     """Send the gradients back to where the rows came from; unsent rows get zeros."""
     if back.splits is not None:
         back = dataclasses.replace(back, splits=tuple(received.tolist()))
-    *outputs, _ = _exchange_now(back, gradients)
+    *outputs, _ = _exchange(back, gradients)
     return [
         jnp.concatenate([each, jnp.zeros((count - each.shape[0], *each.shape[1:]), each.dtype)])
         for each, count in zip(outputs, rows, strict=True)

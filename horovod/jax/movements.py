@@ -16,7 +16,7 @@ from horovod.engine.runtime import runtime
 from horovod.jax.call import Call
 from horovod.jax.compiled import dispatch
 from horovod.jax.derivatives import differentiable
-from horovod.jax.reductions import check_group
+from horovod.jax.reductions import check_group, reduce_differentiably
 from horovod.jax.trees import flatten
 
 
@@ -192,7 +192,7 @@ def _all_rows(array: Any, _: int, size: int) -> tuple[int, ...]:
 def _send_back_own_rows(back: Call, gradients: list[Any], rows: list[int]) -> list[Any]:
     """Average the gradients over the ranks, and return this rank's rows."""
     average = dataclasses.replace(back, kind="allreduce", reduction=Reduction(Average))
-    averaged = dispatch.run(average, gradients)
+    averaged = reduce_differentiably(average, gradients)
     firsts = _first_rows(rows, average, dispatch.is_traced(gradients))
     return [
         each[first : first + count]
@@ -233,10 +233,10 @@ def _broadcast_call(
 def _send_back_to_root(back: Call, gradients: list[Any], _: list[int]) -> list[Any]:
     """Return the average of all ranks' gradients on the root, and zeros elsewhere."""
     average = dataclasses.replace(back, kind="allreduce", reduction=Reduction(Average))
-    averages = dispatch.run(average, gradients)
-    if runtime.topology.rank == back.root_rank:
-        return averages
-    return [jnp.zeros_like(each) for each in averages]
+    averages = reduce_differentiably(average, gradients)
+    is_root = runtime.topology.rank == back.root_rank
+    # Zeros that depend on the averages, so that gradients of gradients are the same calls on all.
+    return [jnp.where(is_root, each, jnp.zeros_like(each)) for each in averages]
 
 
 _broadcast = differentiable(dispatch.run, _send_back_to_root)

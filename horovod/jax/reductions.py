@@ -318,10 +318,10 @@ def run_compressed(run: Run, call: Call, leaves: Leaves, compression: type[Compr
 
 def _send_back_reduced(back: Call, gradients: list[Any], _: list[int]) -> list[Any]:
     """Reduce the gradients in the same way for every operation, by upstream's convention."""
-    return dispatch.run(back, gradients)
+    return reduce_differentiably(back, gradients)
 
 
-_reduce_differentiably = differentiable(dispatch.run, _send_back_reduced)
+reduce_differentiably = differentiable(dispatch.run, _send_back_reduced)
 
 
 def _reduce(call: Call, arrays: list[Any]) -> list[Any]:
@@ -333,4 +333,4 @@ def _reduce(call: Call, arrays: list[Any]) -> list[Any]:
     if is_single and not (call.ends_step and runtime.config.stats_interval is not None):
         factor = call.reduction.prescale_factor * call.reduction.postscale_factor
         return arrays if factor == 1.0 else [(a * factor).astype(a.dtype) for a in arrays]
-    return _reduce_differentiably(call, arrays)
+    return reduce_differentiably(call, arrays)

@@ -59,6 +59,48 @@ def test_gradients(jax_pool2: RankPool):
         assert found["scatter_uneven"] == [1.0, 1.0, 2.0, 0.0]
 
 
+def _penalties() -> dict[str, list[float]]:
+    """d/dx of the squared norm of the gradient of sum(collective(x**3)**2), for two numbers."""
+    collectives: dict[str, Any] = {
+        "sum": lambda x: hvd.allreduce(x, op=hvd.Sum),
+        "average": lambda x: hvd.allreduce(x, name="penalty"),
+        "allgather": hvd.allgather,
+        "broadcast": lambda x: hvd.broadcast(x, 0),
+        "alltoall": hvd.alltoall,
+    }
+    found = {}
+    for name, collective in collectives.items():
+
+        def penalty(x: Any, collective: Any = collective) -> Any:
+            gradient = jax.grad(lambda x: jnp.square(collective(x**3)).sum())(x)
+            return jnp.square(gradient).sum()
+
+        x = jnp.arange(1.0, 3.0) + hvd.rank()
+        at_once, compiled = jax.grad(penalty)(x), jax.jit(jax.grad(penalty))(x)
+        np.testing.assert_allclose(at_once, compiled)
+        found[name] = at_once.tolist()
+    return found
+
+
+def test_gradients_of_gradients(jax_pool2: RankPool):
+    """Computed by hand from the conventions above; rank 0 has 1 and 2, rank 1 has 2 and 3."""
+    first, second = jax_pool2.run(_penalties)
+    assert first == {
+        "sum": [178848.0, 17377920.0],
+        "average": [11178.0, 1086120.0],
+        "allgather": [252.0, 129024.0],
+        "broadcast": [252.0, 129024.0],
+        "alltoall": [360.0, 184320.0],
+    }
+    assert second == {
+        "sum": [902016.0, 45450720.0],
+        "average": [56376.0, 2840670.0],
+        "allgather": [129024.0, 4960116.0],
+        "broadcast": [0.0, 0.0],
+        "alltoall": [184320.0, 7085880.0],
+    }
+
+
 def _uneven() -> list[Any]:
     rank = hvd.rank()
 

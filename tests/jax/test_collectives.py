@@ -244,7 +244,7 @@ def _uneven() -> list[Any]:
     rank = hvd.rank()
     rows = hvd.allgather(jnp.full((rank + 1, 2), rank, jnp.int32))
     none = hvd.allgather(jnp.zeros((2 * rank, 1)))
-    sent, received = hvd.alltoall(jnp.arange(3.0) + 10 * rank, splits=[1, 2])
+    sent, received = hvd.alltoall(jnp.arange(3.0) + 10 * rank, splits=np.array([1, 2]))
     nothing, counts = hvd.alltoall(jnp.zeros((0, 2)), splits=jnp.zeros(2, jnp.int32))
     scattered = hvd.reducescatter(jnp.arange(3.0), op=hvd.Sum)
     compiled_rows = jax.jit(lambda x: hvd.reducescatter(x, op=hvd.Sum))(jnp.arange(3.0))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +21,11 @@ def _exchange(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rank = hvd.rank()
     tensor = by_rank[rank].tensor(rank)
-    mine = torch.tensor(splits[rank], dtype=torch.int32) if "tensor" in form else splits[rank]
+    mine: Any = splits[rank]
+    if "tensor" in form:
+        mine = torch.tensor(mine, dtype=torch.int32)
+    elif "array" in form:
+        mine = np.array(mine)  # int64
     if "async" in form:
         return hvd.synchronize(hvd.alltoall_async(tensor, mine, name))
     return hvd.alltoall(tensor, mine, name)
@@ -30,7 +37,7 @@ def _exchange(
     shape=row_shapes,
     dtype=every_dtype,
     layout=layouts,
-    form=st.sampled_from(["list", "tensor", "async list", "async tensor"]),
+    form=st.sampled_from(["list", "tensor", "array", "async list", "async tensor"]),
     name=st.none() | st.text(),
 )
 @settings(max_examples=examples(150), deadline=None)

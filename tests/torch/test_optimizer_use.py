@@ -249,6 +249,37 @@ def test_added_param_group(pool2: RankPool):
     assert_equal(pool2.run(_added_group), rtol=1e-4, atol=1e-5)
 
 
+class _OldSGD(torch.optim.SGD):
+    """Clears gradients as optimizers did before torch 1.7: without arguments, to zeros."""
+
+    elementwise = True
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad(set_to_none=False)
+
+
+def _old_zero_grad(overlap_forward: bool) -> Any:
+    alone, together = make_model("mlp"), make_model("mlp")
+    optimizer = hvd.DistributedOptimizer(
+        _OldSGD(together.parameters(), lr=0.1),
+        together.named_parameters(),
+        overlap_forward=together if overlap_forward else None,
+    )
+    train(together, optimizer, 3, my_rows)
+    train(alone, _OldSGD(alone.parameters(), lr=0.1), 3, lambda batch: batch)
+    weights = weights_of(together), weights_of(alone)
+    optimizer.zero_grad()
+    assert all(param.grad is not None and not param.grad.any() for param in together.parameters())
+    optimizer._restart()  # as in an elastic job
+    assert all(param.grad is None for param in together.parameters())
+    return weights
+
+
+@pytest.mark.parametrize("overlap_forward", [False, True])
+def test_zero_grad_is_that_of_the_wrapped_optimizer(pool2: RankPool, overlap_forward: bool):
+    assert_equal(pool2.run(_old_zero_grad, overlap_forward), rtol=1e-4, atol=1e-5)
+
+
 def _to_bytes(rank: int, size: int) -> bytes:
     hvd.init()
     model = make_model("mlp")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import torch
 
@@ -85,9 +86,11 @@ def _exchange(call: Call, tensor: tf.Tensor, splits: tf.Tensor) -> list[tf.Tenso
 
 
 def _splits_tensor(splits: Any) -> tf.Tensor:
-    """Return the splits as a tensor: plain numbers as int32, arrays and tensors in their type."""
+    """Return the splits as a tensor: integers as int32, tensors and other arrays in their type."""
     if splits is None:
         return tf.zeros([0], tf.int32)
+    if isinstance(splits, np.ndarray) and splits.dtype.kind in "iu":
+        splits = splits.astype(np.int32)  # what numpy computes is int64
     if hasattr(splits, "dtype"):
         return as_tensor(splits)
     return as_tensor(tf.convert_to_tensor(splits, tf.int32))

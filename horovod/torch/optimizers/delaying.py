@@ -155,8 +155,9 @@ class DelayingOptimizer(ReducingOptimizer):
         self._finish_updates()
         super().load_state_dict(state_dict)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *arguments: Any, **options: Any) -> None:
         """Reset the gradients; those of updates that are still to be made will not be seen."""
+        set_to_none = arguments[0] if arguments else options.get("set_to_none", True)
         if not set_to_none:
             self._finish_updates()
         if self._updates is not None:
@@ -166,7 +167,7 @@ class DelayingOptimizer(ReducingOptimizer):
         # To look at the gradients of pending parameters would be to wait for them.
         self.param_groups = [{"params": [param for param in params if not is_pending(param)]}]
         try:
-            super().zero_grad(set_to_none=set_to_none)
+            super().zero_grad(*arguments, **options)
         finally:
             self.param_groups = groups
 

@@ -289,8 +289,8 @@ class ReducingOptimizer(torch.optim.Optimizer):
         return super().step(*arguments)
 
     @untraced
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients; raise if they are being reduced."""
+    def zero_grad(self, *arguments: Any, **options: Any) -> None:
+        """Reset the gradients as the user's optimizer does; raise if they are being reduced."""
         if self._reducer is not None and self._reducer.in_flight():
             raise AssertionError(
                 "zero_grad() was called after backward() and before step() or synchronize(), "
@@ -299,7 +299,7 @@ class ReducingOptimizer(torch.optim.Optimizer):
         self._synchronized = self._seen_by_scaler = False
         if self._finite_check is not None:
             self._finite_check.forget()
-        super().zero_grad(set_to_none=set_to_none)
+        super().zero_grad(*arguments, **options)  # some optimizers' own takes no set_to_none
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Optimize more parameters from now on; all ranks must do so together."""
@@ -323,7 +323,8 @@ class ReducingOptimizer(torch.optim.Optimizer):
     def _restart(self) -> None:
         """Begin anew with the ranks that are there now, and drop earlier gradients."""
         self._remove_hooks()
-        super().zero_grad(set_to_none=True)
+        for param in self._parameter_names:
+            param.grad = None
         options = replace(self._options, named_parameters=_pairs(self._parameter_names))
         self._configure(*check_options(self, options, agree=False))
 
