@@ -27,9 +27,8 @@ from horovod.observe.reports.long_steps import LongSteps, set_apart
 from horovod.observe.reports.losses import Losses, find_losses
 from horovod.observe.reports.slow_ranks import SlowRanks
 from horovod.observe.reports.splitting import RankTimes, Split, StepSplit
-from horovod.observe.timeline.format import DEVICES
 from horovod.observe.timeline.matching import Match, match
-from horovod.observe.timeline.recording import Recording, TimeSpan
+from horovod.observe.timeline.recording import DEVICES, Recording, TimeSpan
 
 LATE_SHARE, LATE_MICROSECONDS = 0.01, 100.0  # of a step, and in all: the least delay that counts
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from horovod.observe.timeline.matching import Match
-from horovod.observe.timeline.recording import Phase, Recording, TimeSpan
+from horovod.observe.timeline.recording import Recording, TimeSpan
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def find_awaited(matches: Sequence[Match]) -> list[AwaitedCollective]:
 def find_transports(recordings: Sequence[Recording]) -> list[str]:
     """Return the names of the transports that carried the data, the most used first."""
     names = Counter(
-        phase.name.rpartition("_")[0] for recording in recordings for phase in _moving(recording)
+        phase.what.rpartition("_")[0] for recording in recordings for phase in _moving(recording)
     )
     return [name for name, _ in names.most_common()]
 
@@ -79,9 +79,9 @@ def count_operations(recording: Recording, steps: Iterable[TimeSpan]) -> int:
     return sum(bisect_left(begins, s.ended) - bisect_right(begins, s.began) for s in steps)
 
 
-def _moving(recording: Recording) -> Iterable[Phase]:
+def _moving(recording: Recording) -> Iterable[TimeSpan]:
     """Yield the phases in which data is moved and reduced."""
     for each in recording.collectives:
         for phase in each.phases:
-            if phase.name.endswith(f"_{each.kind}"):
+            if phase.what.endswith(f"_{each.kind}"):
                 yield phase

@@ -9,7 +9,7 @@ from horovod.observe.reports.amounts import percent, size_of
 from horovod.observe.reports.analysis import Analysis
 from horovod.observe.reports.faults import Advice, Fault
 from horovod.observe.reports.losses import Losses
-from horovod.observe.timeline.format import DEVICES
+from horovod.observe.timeline.recording import DEVICES
 
 LOCAL = ("SHM", "SINGLE", "")  # transports inside one host
 FEWEST_OPERATIONS = 3  # in a step; fewer are worth no advice

@@ -29,7 +29,7 @@ from horovod.common.topology import Topology
 from horovod.observe.statistics.gpu_use import GpuUse
 from horovod.observe.statistics.operations import ObservedChannel, PendingOperation
 from horovod.observe.statistics.process import MOST_STEPS, MOST_VALUES, Statistics, Step
-from horovod.observe.timeline.thread_times import allowed_cores
+from horovod.observe.timeline.recorder import allowed_cores
 
 logger = get_logger(__name__)
 
