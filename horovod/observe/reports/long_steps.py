@@ -59,9 +59,13 @@ class LongSteps:
         """The numbers of the steps."""
         return [each.step.number for each in self.steps]
 
-    def excess(self, *, of_cores: bool) -> float:
-        """Return the excess of the steps that lacked a core, or of all others."""
-        return sum(each.excess for each in self.steps if (each.where is Where.CORES) == of_cores)
+    def excess(self, *, of_cores: bool | None = None) -> float:
+        """Return the excess of the steps that lacked a core, of all others, or of all (None)."""
+        return sum(
+            each.excess
+            for each in self.steps
+            if of_cores is None or (each.where is Where.CORES) == of_cores
+        )
 
     @property
     def counted(self) -> list[LongStep]:

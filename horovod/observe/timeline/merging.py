@@ -159,11 +159,9 @@ def _readiness(each: Match | None) -> dict[str, Any]:
     first = each.ready[order[0]]
     shown = order if len(order) <= 8 else [*order[:4], *order[-4:]]
     told = [f"rank {rank} +{(each.ready[rank] - first) / 1000:.3f} ms" for rank in shown]
-    return {
-        "last rank": each.last_rank,
-        "later than the others by ms": round(each.lateness / 1000, 3),
-        "ready": ", ".join(told),
-    }
+    later = round(each.lateness / 1000, 3)
+    about = {"last rank": each.last_rank, "later than the others by ms": later}
+    return {**about, "ready": ", ".join(told)}
 
 
 def arrange_rows(slices: Sequence[TraceSlice], nested: bool) -> list[list[TraceSlice]]:

@@ -6,7 +6,7 @@ import pytest
 
 from horovod.observe.reports.advice import advise, verdict
 from horovod.observe.reports.analysis import Analysis, analyse
-from horovod.observe.reports.faults import Advice, Fault
+from horovod.observe.reports.losses import Advice, Fault
 from horovod.observe.timeline.clocks import align
 from horovod.observe.timeline.recording import RecordedCollective, TimeSpan, interpret
 from tests.observe.reports.faults import JOBS
