@@ -2,7 +2,7 @@
 
 Every moment of a step of a rank is compute, wait, negotiation or reduction: see `splitting`. A step
 lasts from the end of one exchange of gradients to the end of the next, which is about the same
-moment on all ranks. Steps that are much longer than the others are set apart (`long_steps`); all
+moment on all ranks. Steps that are much longer than the others are set apart (see `losses`); all
 other numbers are about the usual steps. Used by `advice`, `text` and `page`.
 """
 
@@ -17,8 +17,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from horovod.observe.reports.amounts import milliseconds
-from horovod.observe.reports.long_steps import LongSteps, set_apart
-from horovod.observe.reports.losses import Losses, find_losses
+from horovod.observe.reports.losses import LongSteps, Losses, find_losses, set_apart
 from horovod.observe.reports.slow_ranks import SlowRanks
 from horovod.observe.reports.splitting import RankTimes, Split, StepSplit
 from horovod.observe.timeline.matching import Match, match

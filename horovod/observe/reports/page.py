@@ -24,8 +24,7 @@ from horovod.observe.reports.amounts import (
     time_of,
 )
 from horovod.observe.reports.analysis import Analysis
-from horovod.observe.reports.long_steps import LongStep
-from horovod.observe.reports.losses import Advice
+from horovod.observe.reports.losses import Advice, LongStep
 from horovod.observe.reports.splitting import PARTS, StepSplit
 
 MOST_ROWS = 20

@@ -8,8 +8,7 @@ from statistics import fmean, median
 from horovod.observe.reports.amounts import count_of, ordinal, ranks_named
 from horovod.observe.reports.amounts import milliseconds as _ms
 from horovod.observe.reports.analysis import Analysis
-from horovod.observe.reports.long_steps import Where
-from horovod.observe.reports.losses import Advice, Fault, Losses
+from horovod.observe.reports.losses import Advice, Fault, Losses, Where
 from horovod.observe.reports.slow_ranks import (
     COMPUTE,
     WHERE_TO_LOOK,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from horovod.observe.reports import splitting
 from horovod.observe.reports.advice import advise, verdict
 from horovod.observe.reports.analysis import analyse
-from horovod.observe.reports.long_steps import Where
+from horovod.observe.reports.losses import Where
 from horovod.observe.reports.splitting import PARTS
 from horovod.observe.timeline.clocks import align
 from horovod.observe.timeline.recording import interpret
