@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from horovod.observe.dashboard.events import EventLog
+from horovod.observe.dashboard.logs import EventLog
 from horovod.observe.dashboard.rank import Rank, rounded
 from horovod.observe.dashboard.reports import Report, Waiting, text
 from horovod.observe.dashboard.series import MetricSeries, RankHistory, StepSeries
@@ -23,7 +23,7 @@ from horovod.observe.dashboard.stragglers import (
     find_stragglers,
     usual_step,
 )
-from horovod.observe.reports.crowding import describe_crowded, find_crowded
+from horovod.observe.reports.slow_ranks import describe_crowded, find_crowded
 from horovod.runner.slots.worker_env import CROWDED_ADVICE
 
 _MOST_STALLS = 8
@@ -73,24 +73,26 @@ class Board:
         ranks: dict[int, Rank] = {}
         local_sizes: dict[str, int] = {}
         for worker, (host, rank) in sorted(workers.items(), key=lambda item: item[1][1]):
-            old = before.get(worker)
             local = local_sizes.setdefault(host, 0)
             local_sizes[host] = local + 1
-            ranks[rank] = Rank(rank, worker, text(host), local, reported_since=now)
-            ranks[rank].launched = ranks[rank].pid = self._pids.get(worker, 0)
-            if old is not None:
-                ranks[rank].process_state = old.process_state
+            pid = self._pids.get(worker, 0)
+            ranks[rank] = Rank(rank, worker, text(host), local, pid, pid, reported_since=now)
+            if worker in before:
+                ranks[rank].process_state = before[worker].process_state
         self.ranks = ranks
         gone = [worker for worker in self.histories if worker not in workers]
         for worker in gone[: max(0, len(gone) + len(workers) - _MOST_HISTORIES)]:
             del self.histories[worker]
         self._structure = self.version = self.version + 1
 
+    def _rank_of(self, worker: str) -> Rank | None:
+        return next((rank for rank in self.ranks.values() if rank.worker == worker), None)
+
     def started_worker(self, worker: str, pid: int) -> None:
         self._pids[worker] = pid
-        for rank in self.ranks.values():
-            if rank.worker == worker:
-                rank.pid = rank.launched = pid
+        rank = self._rank_of(worker)
+        if rank is not None:
+            rank.pid = rank.launched = pid
 
     def exited_worker(self, worker: str, code: int, ended_by: str = "") -> Rank | None:
         """Note that a worker has ended.
@@ -104,20 +106,19 @@ class Board:
             Its rank; None if it had none.
         """
         self._pids.pop(worker, None)
-        for rank in self.ranks.values():
-            if rank.worker == worker:
-                rank.code = code
-                rank.ended_by = "" if worker in self._failed else ended_by
-                return rank
-        return None
+        rank = self._rank_of(worker)
+        if rank is not None:
+            rank.code = code
+            rank.ended_by = "" if worker in self._failed else ended_by
+        return rank
 
     def mark_failed(self, worker: str, because_of: str = "") -> None:
         """Note that a worker of an elastic job has failed; ``because_of`` names another cause."""
         if not because_of:
             self._failed.add(worker)
-        for rank in self.ranks.values():
-            if rank.worker == worker:
-                rank.ended_by = because_of
+        rank = self._rank_of(worker)
+        if rank is not None:
+            rank.ended_by = because_of
 
     def blame(self, ranks: Sequence[int], others: str) -> None:
         """Note which ranks made the job fail; ``others`` describes ranks that ended with them."""
@@ -284,11 +285,8 @@ class Board:
         return {rank.host for rank in self.ranks.values()}
 
     def _describe(self) -> dict[str, Any]:
-        running = [rank for rank in self.ranks.values() if rank.report is not None]
-        rates = sorted(
-            rank.report.stats.get("steps_per_second", 0.0) for rank in running if rank.report
-        )
-        alive = [rank for rank in self.ranks.values() if rank.code is None]
+        ranks = self.ranks.values()
+        rates = sorted(r.report.stats.get("steps_per_second", 0.0) for r in ranks if r.report)
         return {
             "title": self.title,
             "started": self.started,
@@ -296,9 +294,9 @@ class Board:
             "generation": self.generation,
             "interval": self.interval,
             "size": len(self.ranks),
-            "alive": len(alive),
+            "alive": sum(rank.code is None for rank in ranks),
             "hosts": len(self._hosts()),
-            "step": max((rank.shown.get("step", 0) for rank in running), default=0),
+            "step": max((rank.shown.get("step", 0) for rank in ranks if rank.report), default=0),
             "rate": rounded(rates[len(rates) // 2]) if rates else 0.0,
             "crowded": self.crowded,
             "crowded_try": CROWDED_ADVICE if self.crowded else "",
@@ -354,27 +352,21 @@ class Board:
 
 def _stalls(waiting: Mapping[int, Waiting], ranks: Mapping[int, Rank]) -> list[dict[str, Any]]:
     """Return the operations in which ranks wait, each once with all its ranks."""
-    found: dict[tuple[tuple[str, ...], tuple[int, ...]], dict[str, Any]] = {}
+    groups: dict[tuple[tuple[str, ...], tuple[int, ...]], list[tuple[int, float, str]]] = {}
     for rank, each in sorted(waiting.items()):
         report = ranks[rank].report
         assert report is not None, "it is what says that the rank waits"
         since = round(each.since + (ranks[rank].heard - report.time), 1)
-        entry = found.setdefault(
-            (each.tensors, each.missing),
-            {
-                "tensors": list(each.tensors),
-                "missing": list(each.missing),
-                "ranks": [],
-                "since": since,
-                "sources": [],
-            },
-        )
-        entry["ranks"].append(rank)
-        # Rounded below: otherwise the varying delay of reports would look like a change.
-        entry["since"] = min(entry["since"], since)
-        if each.source and each.source not in entry["sources"]:
-            entry["sources"].append(each.source)
-    oldest = sorted(found.values(), key=lambda entry: entry["since"])[:_MOST_STALLS]
-    for entry in oldest:
-        entry["since"] = round(entry["since"])
-    return oldest
+        groups.setdefault((each.tensors, each.missing), []).append((rank, since, each.source))
+    stalls: list[dict[str, Any]] = [
+        {
+            "tensors": list(tensors),
+            "missing": list(missing),
+            "ranks": [rank for rank, _, _ in group],
+            # Rounded: otherwise the varying delay of reports would look like a change.
+            "since": round(min(since for _, since, _ in group)),
+            "sources": list(dict.fromkeys(source for _, _, source in group if source)),
+        }
+        for (tensors, missing), group in groups.items()
+    ]
+    return sorted(stalls, key=lambda stall: stall["since"])[:_MOST_STALLS]

@@ -22,11 +22,11 @@ from horovod.common.logging import get_logger
 from horovod.common.store import MemoryStore
 from horovod.observe.dashboard import page
 from horovod.observe.dashboard.board import Board
+from horovod.observe.dashboard.logs import OutputTails
 from horovod.observe.dashboard.processes import ProcessStates, StackRequests
 from horovod.observe.dashboard.rank import STOPPED_BY_LAUNCHER
 from horovod.observe.dashboard.reports import KEY_PREFIX, ReportQueue, parse_key
 from horovod.observe.dashboard.server import Server
-from horovod.observe.dashboard.tails import OutputTails
 from horovod.runner.output.lines import Line
 from horovod.runner.output.report import Exit, LaunchError, Outcome, exit_status, format_ranks
 from horovod.runner.output.watcher import JobWatcher, StackRequest
@@ -155,9 +155,8 @@ class Dashboard(JobWatcher):
         self._forget_reports()
         self._states.look(board)
         board.update(time.time())
-        if (
-            board.crowded and board.elastic and not self._announced_crowding
-        ):  # a fixed job has said so at its start
+        # A job with fixed ranks has said so at its start.
+        if board.crowded and board.elastic and not self._announced_crowding:
             self._announced_crowding = True
             self._say(f"{board.crowded}. {CROWDED_ADVICE}")
         self._stacks.look(board, time.monotonic())
@@ -206,49 +205,44 @@ class Dashboard(JobWatcher):
     def _take_end(self) -> None:
         outcome, error, now = self._outcome, self._error, time.time()
         if outcome is not None:
-            blamed = [] if self._board.elastic else culprits(outcome)
-            if blamed:
+            blamed, cause = find_cause(outcome)
+            if blamed and not self._board.elastic:
                 self._board.blame(blamed, f"ended after rank {format_ranks(blamed)} had failed")
-            self._board.end(exit_status(outcome), describe_cause(outcome), outcome.account, now)
+            self._board.end(exit_status(outcome), cause, outcome.account, now)
         elif isinstance(error, LaunchError):
             self._board.end(error.status, f"the job could not start: {error}", "", now)
-        elif error is not None:
-            self._board.end(None, f"{type(error).__name__}: {error}", "", now)
         else:
-            self._board.end(None, "", "", now)
+            cause = "" if error is None else f"{type(error).__name__}: {error}"
+            self._board.end(None, cause, "", now)
         self._board.update(now)
 
     def _write(self) -> None:
         if self._save is None:
             return
-        data = {
-            "board": self._board.changes(),
-            "output": self._tails.all(),
-            "ranks": self._board.all_ranks(),
-        }
+        data = {"board": self._board.changes(), "output": self._tails.all()}
         try:
-            write_file(self._save, page.render(data))
+            write_file(self._save, page.render({**data, "ranks": self._board.all_ranks()}))
         except OSError as error:
             self._say(f"the dashboard could not be saved to {self._save!r}: {error.strerror}")
         else:
             self._say(f"dashboard: saved to {os.path.abspath(self._save)}")
 
 
-def describe_cause(outcome: Outcome) -> str:
-    """Return one line on why a job ended; empty if it simply finished."""
+def find_cause(outcome: Outcome) -> tuple[list[int], str]:
+    """Return the ranks that made a job fail, and one line on why it ended; empty if it finished."""
     first, lost = outcome.first_failure, outcome.lost
     if outcome.early_exits:
-        who = format_ranks([one.rank for one in outcome.early_exits])
-        return f"rank {who} left the job while other ranks still needed it"
+        ranks = [one.rank for one in outcome.early_exits]
+        return ranks, f"rank {format_ranks(ranks)} left the job while other ranks still needed it"
     if first is not None:
-        return f"rank {first.rank} on {first.host}: {first.describe()}"
+        return [first.rank], f"rank {first.rank} on {first.host}: {first.describe()}"
     if lost is not None:
-        return f"{lost.name} (rank {format_ranks(lost.ranks)}) {lost.how}"
+        return list(lost.ranks), f"{lost.name} (rank {format_ranks(lost.ranks)}) {lost.how}"
     if outcome.problem:
-        return outcome.problem
+        return [], outcome.problem
     if outcome.interrupted is not None:
-        return f"interrupted by signal {outcome.interrupted}"
-    return "the output could not be written" if outcome.output_lost else ""
+        return [], f"interrupted by signal {outcome.interrupted}"
+    return [], "the output could not be written" if outcome.output_lost else ""
 
 
 def what_ended(code: int, details: Mapping[str, Any]) -> str:
@@ -257,19 +251,8 @@ def what_ended(code: int, details: Mapping[str, Any]) -> str:
         return STOPPED_BY_LAUNCHER
     if code == 0 or details.get("because_of") is None:
         return ""
-    ranks = [int(rank) for rank in details["because_of"]]
-    return (
-        f"ended because rank {format_ranks(ranks)} was lost" if ranks else "ended because of others"
-    )
-
-
-def culprits(outcome: Outcome) -> list[int]:
-    """Return the ranks that made a job fail."""
-    if outcome.early_exits:
-        return [one.rank for one in outcome.early_exits]
-    if outcome.first_failure is not None:
-        return [outcome.first_failure.rank]
-    return list(outcome.lost.ranks) if outcome.lost is not None else []
+    ranks = format_ranks([int(rank) for rank in details["because_of"]])
+    return f"ended because rank {ranks} was lost" if ranks else "ended because of others"
 
 
 def write_file(path: str, text: str) -> None:

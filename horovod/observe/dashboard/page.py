@@ -14,16 +14,15 @@ import json
 from importlib import resources
 from typing import Any
 
-from horovod.observe.reports.styles import style_sheet
-
 _SCRIPTS = ("charts.js", "data.js", "ranks.js", "page.js")  # one scope, in this order
 
 
 @functools.cache
 def _sources() -> tuple[str, str, str]:
-    folder = resources.files(__package__)
+    folder, reports = resources.files(__package__), resources.files("horovod.observe.reports")
     html, *scripts = (folder.joinpath(n).read_text("utf-8") for n in ("page.html", *_SCRIPTS))
-    return html, style_sheet(), f'(() => {{\n"use strict";\n{"".join(scripts)}}})();'
+    style = reports.joinpath("style.css").read_text("utf-8")  # the report on a timeline has it too
+    return html, style, f'(() => {{\n"use strict";\n{"".join(scripts)}}})();'
 
 
 def policy() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from horovod.common.store import MemoryStore
 
 KEY_PREFIX = "stats/"
+_KEY = re.compile(r"stats/([0-9]{1,9})/([0-9]{1,9})")
 STATES = ("starting", "training", "waiting", "ended")
 
 _MOST_BYTES = 1 << 20
@@ -127,8 +129,7 @@ class ReportQueue:
         for _ in range(len(self._entries)):
             at, key, content = self._entries.popleft()
             found = parse_key(key)
-            report = parse_report(*found, content) if found is not None else None
-            if report is not None:
+            if found is not None and (report := parse_report(*found, content)) is not None:
                 taken.append((at, report))
         return taken
 
@@ -142,13 +143,10 @@ class ReportQueue:
 
 def parse_key(key: str) -> tuple[int, int] | None:
     """Return generation and rank of a report's key; None for any other key."""
-    parts = key.split("/")
-    if len(parts) != 3 or parts[0] != "stats":
+    match = _KEY.fullmatch(key)
+    if match is None or int(match[2]) >= _MOST_RANK:
         return None
-    if not all(part.isascii() and part.isdecimal() and len(part) < 10 for part in parts[1:]):
-        return None
-    generation, rank = int(parts[1]), int(parts[2])
-    return (generation, rank) if rank < _MOST_RANK else None
+    return int(match[1]), int(match[2])
 
 
 def parse_report(generation: int, rank: int, content: bytes) -> Report | None:
@@ -239,14 +237,10 @@ def _step(entry: Any) -> ReportedStep | None:
 def _waiting(value: Any) -> Waiting | None:
     if not isinstance(value, dict):
         return None
+    since = _number(value.get("since")) or 0.0
     missing = {_whole(rank) for rank in _items(value.get("missing_ranks"), 4096)}
-    tensors = [text(name) for name in _items(value.get("tensors"), _MOST_TENSORS)]
-    return Waiting(
-        _number(value.get("since")) or 0.0,
-        tuple(filter(None, tensors)),
-        tuple(sorted(missing)),
-        text(value.get("source")),
-    )
+    tensors = tuple(filter(None, map(text, _items(value.get("tensors"), _MOST_TENSORS))))
+    return Waiting(since, tensors, tuple(sorted(missing)), text(value.get("source")))
 
 
 def _metrics(value: Any) -> dict[str, tuple[tuple[float, float], ...]]:
@@ -254,12 +248,9 @@ def _metrics(value: Any) -> dict[str, tuple[tuple[float, float], ...]]:
         return {}
     found = {}
     for name, entries in list(value.items())[:_MOST_METRICS]:
-        points = []
-        for entry in _items(entries, _MOST_VALUES):
-            if isinstance(entry, list) and len(entry) == 2:
-                step, number = _number(entry[0]), _number(entry[1])
-                if step is not None and number is not None:
-                    points.append((step, number))
-        if points and text(name, 80):
-            found[text(name, 80)] = tuple(points)
+        pairs = [each for each in _items(entries, _MOST_VALUES) if isinstance(each, list)]
+        points = [(_number(pair[0]), _number(pair[1])) for pair in pairs if len(pair) == 2]
+        known = tuple((at, value) for at, value in points if at is not None and value is not None)
+        if known and text(name, 80):
+            found[text(name, 80)] = known
     return found

@@ -20,10 +20,9 @@ _MOST_NAMES = 32
 class TimeSeries:
     """Means over time, in buckets of one second, later of two, four and more."""
 
-    def __init__(self, values: int, most: int) -> None:
+    def __init__(self, most: int) -> None:
         self.width = 1.0  # seconds of a bucket
         self._most = most
-        self._size = 3 + values
         self._buckets: dict[int, list[float]] = {}  # version, weight, peak, then sums
         self._reset = 0
 
@@ -39,37 +38,28 @@ class TimeSeries:
             peak: A value of which the largest is kept.
             version: The version of the board.
         """
-        bucket = self._buckets.setdefault(int(at // self.width), [0.0] * self._size)
-        bucket[0] = version
-        bucket[1] += weight
-        bucket[2] = max(bucket[2], peak)
-        for index, value in enumerate(sums, 3):
-            bucket[index] += value
+        self._merge(int(at // self.width), [version, weight, peak, *sums])
         while len(self._buckets) > self._most:
-            self._halve(version)
+            self.width *= 2
+            self._reset = version
+            old, self._buckets = self._buckets, {}
+            for index, bucket in old.items():
+                self._merge(index // 2, [version, *bucket[1:]])
 
-    def _halve(self, version: int) -> None:
-        self.width *= 2
-        old, self._buckets = self._buckets, {}
-        for index, bucket in old.items():
-            merged = self._buckets.setdefault(index // 2, [0.0] * self._size)
-            merged[0] = self._reset = version
-            merged[1] += bucket[1]
-            merged[2] = max(merged[2], bucket[2])
-            for value in range(3, self._size):
-                merged[value] += bucket[value]
+    def _merge(self, index: int, values: list[float]) -> None:
+        """Merge values into a bucket."""
+        bucket = self._buckets.setdefault(index, values)
+        if bucket is not values:
+            sums = [one + other for one, other in zip(bucket, values, strict=True)]
+            self._buckets[index] = [values[0], sums[1], max(bucket[2], values[2]), *sums[3:]]
 
     def changes(self, since: int = 0) -> dict[str, Any] | None:
         """Return ``rows`` that are new or changed: start of the bucket, means, peak."""
-        rows = [
-            [
-                index * self.width,
-                *(float(f"{value / bucket[1]:.6g}") for value in bucket[3:]),
-                round(bucket[2], 6),
-            ]
-            for index, bucket in sorted(self._buckets.items())
-            if bucket[0] > since
-        ]
+        rows = []
+        for index, (changed, weight, peak, *sums) in sorted(self._buckets.items()):
+            if changed > since:
+                means = [float(f"{value / weight:.6g}") for value in sums]
+                rows.append([index * self.width, *means, round(peak, 6)])
         if not rows:
             return None
         return {"width": self.width, "reset": self._reset > since, "rows": rows}
@@ -79,7 +69,7 @@ class StepSeries(TimeSeries):
     """Mean step of all ranks over time: step, compute, wait, reduction; peak: the longest step."""
 
     def __init__(self) -> None:
-        super().__init__(4, _MOST_BUCKETS)
+        super().__init__(_MOST_BUCKETS)
 
     def add_steps(self, steps: Sequence[ReportedStep], offset: float, version: int) -> None:
         """Add steps of one rank, whose clock is behind ours by ``offset`` seconds."""
@@ -105,8 +95,8 @@ class RankHistory:
     """One rank over time: its steps, and what its process uses."""
 
     def __init__(self) -> None:
-        self.steps = TimeSeries(4, _MOST_BUCKETS_OF_RANK)
-        self.use = TimeSeries(4, _MOST_BUCKETS_OF_RANK)
+        self.steps = TimeSeries(_MOST_BUCKETS_OF_RANK)
+        self.use = TimeSeries(_MOST_BUCKETS_OF_RANK)
 
     def take(self, report: Report, processor: float | None, now: float, version: int) -> None:
         """Add a report; ``processor`` is how many cores the rank kept busy since the last one."""
@@ -121,13 +111,8 @@ class RankHistory:
             self.steps.add(now, sum(weights), sums, peak, version)
         if processor is None:
             return
-        use = (
-            processor,
-            stats.get("memory_bytes", 0.0),
-            stats.get("gpu_use", 0.0),
-            stats.get("gpu_memory_bytes", 0.0),
-        )
-        self.use.add(now, 1.0, use, processor, version)
+        use = [stats.get(key, 0.0) for key in ("memory_bytes", "gpu_use", "gpu_memory_bytes")]
+        self.use.add(now, 1.0, [processor, *use], processor, version)
 
     def changes(self, since: int = 0) -> dict[str, Any]:
         """Return ``steps`` as in `StepSeries`, and ``use``: processor, memory, GPU, GPU memory."""

@@ -66,12 +66,9 @@ def describe(picture: Mapping[str, Any]) -> str:
     job = picture.get("job", {})
     if not job.get("step"):
         return ""
-    alive, size = job["alive"], job["size"]
-    ranks = count_of(size, "rank")
-    parts = [
-        f"step {job['step']}, {job['rate']:.3g} steps/s, "
-        + (ranks if alive == size else f"{alive} of {ranks}")
-    ]
+    of = "" if job["alive"] == job["size"] else f"{job['alive']} of "
+    ranks = f"{of}{count_of(job['size'], 'rank')}"
+    parts = [f"step {job['step']}, {job['rate']:.3g} steps/s, {ranks}"]
     slow: dict[str, list[int]] = {}
     for rank in picture.get("ranks", ()):
         if rank["reason"] in _REASONS:
@@ -80,6 +77,5 @@ def describe(picture: Mapping[str, Any]) -> str:
     for stall in picture.get("stalls", ()):
         waited = picture["now"] - stall["since"]
         if waited >= _LONG_WAIT and stall["missing"]:
-            missing = format_ranks(stall["missing"])
-            parts.append(f"{waited:.0f} s waiting for rank {missing}")
+            parts.append(f"{waited:.0f} s waiting for rank {format_ranks(stall['missing'])}")
     return "; ".join(parts)

@@ -131,16 +131,9 @@ def find_stragglers(ranks: Mapping[int, RankView], interval: float) -> dict[int,
         ranks: What is known about each rank.
         interval: Seconds between two reports of a rank.
     """
-    found: dict[int, Straggler] = {}
-    for rank, view in ranks.items():
-        finding = _find_idle(view, interval)
-        if finding is not None:
-            found[rank] = finding
-    judged = {
-        rank: view.typical
-        for rank, view in ranks.items()
-        if rank not in found and view.typical is not None
-    }
+    idle = {rank: _find_idle(view, interval) for rank, view in ranks.items()}
+    found = {rank: finding for rank, finding in idle.items() if finding is not None}
+    judged = {r: view.typical for r, view in ranks.items() if r not in found and view.typical}
     if len(judged) > 1:
         found |= _slow_steps(judged, ranks)
     usual = usual_step(ranks.values())
@@ -172,11 +165,7 @@ class Verdicts:
         self._cases: dict[int, _Case] = {}
 
     def settle(
-        self,
-        found: Mapping[int, Straggler],
-        steps: Mapping[int, int],
-        now: float,
-        interval: float,
+        self, found: Mapping[int, Straggler], steps: Mapping[int, int], now: float, interval: float
     ) -> dict[int, Straggler]:
         """Take the findings of this moment, and return what to show about each rank.
 
@@ -253,11 +242,8 @@ def _slow_steps(
         for rank in slow.ranks:
             own = steps[rank]
             kind = cause_of(own.compute - usual, own.backward - usual_backward)
-            found[rank] = Straggler(
-                kind,
-                f"{_LATE[kind]}: computes {seconds_text(own.compute)} a step, others "
-                f"{seconds_text(usual)}",
-            )
+            told = f"{seconds_text(own.compute)} a step, others {seconds_text(usual)}"
+            found[rank] = Straggler(kind, f"{_LATE[kind]}: computes {told}")
     if len({ranks[rank].host for rank in steps}) == 1:
         return found  # inside one host there is no link that could be slow
     slow = find_slow_ranks({r: each.reduces[-common:] for r, each in steps.items()}, least_gap)
@@ -267,11 +253,8 @@ def _slow_steps(
         host = ranks[rank].host
         peers = {other for other in steps if ranks[other].host == host}
         whose = f" of {host}" if links >= peers else ""
-        found[rank] = Straggler(
-            LINK,
-            f"slow link{whose}: reduces for {seconds_text(steps[rank].reduce)} a step, others "
-            f"{seconds_text(usual)}",
-        )
+        told = f"{seconds_text(steps[rank].reduce)} a step, others {seconds_text(usual)}"
+        found[rank] = Straggler(LINK, f"slow link{whose}: reduces for {told}")
     return found
 
 

@@ -7,7 +7,6 @@ options what --dashboard and HOROVOD_DASHBOARD may contain.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
@@ -72,22 +71,19 @@ def listen(wanted: Address) -> socket.socket:
     Raises:
         OSError: If the address is not one of this machine.
     """
-    found = socket.getaddrinfo(wanted.host, None, type=socket.SOCK_STREAM)
-    family, _, _, _, address = found[0]
+    family, _, _, _, address = socket.getaddrinfo(wanted.host, None, type=socket.SOCK_STREAM)[0]
     last = min(wanted.port + _NEXT_PORTS, 65535) if wanted.port else 0
     for port in [*range(wanted.port, last + 1), 0]:
-        with contextlib.ExitStack() as stack:
-            sock = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((address[0], port, *address[2:]))
-                sock.listen(128)
-            except OSError as error:
-                if error.errno not in (errno.EADDRINUSE, errno.EACCES) or port == 0:
-                    raise
-                continue
-            stack.pop_all()
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((address[0], port, *address[2:]))
+            sock.listen(128)
             return sock
+        except OSError as error:
+            sock.close()
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES) or port == 0:
+                raise
     raise AssertionError("the last port to try was any free one")
 
 
@@ -184,13 +180,10 @@ def _token(path: str | None) -> str:
         with open(path, encoding="ascii") as file:
             token = file.readline().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise LaunchError(
-            f"HOROVOD_DASHBOARD_TOKEN_FILE: cannot read {path!r}: {error}", 2
-        ) from None
-    if len(token) < _SHORTEST_TOKEN or not token.isprintable() or " " in token:
-        raise LaunchError(
-            f"HOROVOD_DASHBOARD_TOKEN_FILE: the first line of {path!r} must be a token of at least "
-            f"{_SHORTEST_TOKEN} characters without spaces",
-            2,
-        )
-    return token
+        why = f"cannot read {path!r}: {error}"
+    else:
+        if len(token) >= _SHORTEST_TOKEN and token.isprintable() and " " not in token:
+            return token
+        least = f"{_SHORTEST_TOKEN} characters without spaces"
+        why = f"the first line of {path!r} must be a token of at least {least}"
+    raise LaunchError(f"HOROVOD_DASHBOARD_TOKEN_FILE: {why}", 2)

@@ -2,36 +2,42 @@
 
 Every moment of a step of a rank is compute, wait, negotiation or reduction: see `splitting`. A step
 lasts from the end of one exchange of gradients to the end of the next, which is about the same
-moment on all ranks. Steps that are much longer than the others are set apart (`long_steps`); all
+moment on all ranks. Steps that are much longer than the others are set apart (see `losses`); all
 other numbers are about the usual steps. Used by `advice`, `text` and `page`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean, median
 
 from horovod.observe.reports.amounts import milliseconds
-from horovod.observe.reports.collectives import (
-    AwaitedCollective,
-    count_operations,
-    find_awaited,
-    find_transports,
-)
-from horovod.observe.reports.long_steps import LongSteps, set_apart
-from horovod.observe.reports.losses import Losses, find_losses
+from horovod.observe.reports.losses import LongSteps, Losses, find_losses, set_apart
 from horovod.observe.reports.slow_ranks import SlowRanks
 from horovod.observe.reports.splitting import RankTimes, Split, StepSplit
-from horovod.observe.timeline.format import DEVICES
 from horovod.observe.timeline.matching import Match, match
-from horovod.observe.timeline.recording import Recording, TimeSpan
+from horovod.observe.timeline.recording import DEVICES, Recording, TimeSpan
 
 LATE_SHARE, LATE_MICROSECONDS = 0.01, 100.0  # of a step, and in all: the least delay that counts
+
+
+@dataclass(frozen=True)
+class AwaitedCollective:
+    """All collectives of one name, and how long ranks waited for each other in them."""
+
+    name: str
+    count: int
+    nbytes: int | None  # bytes of one collective
+    tensors: tuple[str, ...]
+    spread: float  # microseconds between the first and the last rank, on average
+    waited: float  # microseconds that all ranks together waited for the last one
+    last_rank: int | None  # the rank that was the last most often
+    last_share: float  # the share of the collectives in which it was
 
 
 @dataclass
@@ -63,6 +69,11 @@ class Analysis:
     def overall(self, part: str) -> float:
         """Return the mean of a part over all ranks."""
         return fmean(self.mean(rank, part) for rank in self.ranks)
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts of the ranks with a file."""
+        return len(set(self.hosts.values()))
 
     @property
     def ranks(self) -> list[int]:
@@ -105,6 +116,10 @@ class Analysis:
         """How often each rank was the slowest."""
         return Counter(step.slowest for step in self.steps if step.slowest is not None)
 
+    def lateness_of(self, rank: int) -> list[float]:
+        """Return how late a rank was in the steps in which it was the slowest."""
+        return [step.lateness for step in self.steps if step.slowest == rank]
+
     def median_of(self, rank: int, part: str) -> float | None:
         """Return the median of a part that only some steps have, such as the time in backward."""
         parts = [s.ranks[rank].part(part) for s in self.steps if rank in s.ranks]
@@ -139,7 +154,7 @@ def analyse(recordings: Sequence[Recording]) -> Analysis:
         here = {rank: spans[number] for rank, spans in bounds.items() if number in spans}
         splits = {rank: times[rank].split(span) for rank, span in here.items()}
         inside = by_step.get(number, [])
-        slowest, lateness = _slowest(_lateness(inside), splits)
+        slowest, lateness = _slowest(inside, splits)
         began = min(span.began for span in here.values())
         came = _arrivals(inside, bounds, number)
         steps.append(StepSplit(number, began, splits, slowest, lateness, came))
@@ -147,16 +162,18 @@ def analyse(recordings: Sequence[Recording]) -> Analysis:
     hosts = {recording.rank: recording.host for recording in recordings}
     analysis = Analysis(hosts, usual, long_steps, steps_from=steps_from)
     inside = [each for step in usual for each in by_step.get(step.number, ())]
-    analysis.awaited_collectives = find_awaited(inside if usual else matches)
+    analysis.awaited_collectives = _find_awaited(inside if usual else matches)
     if usual:
         analysis.collectives_per_step = len(inside) / len(usual)
         analysis.bytes_per_step = sum(each.nbytes or 0 for each in inside) / len(usual)
         counted = next(r for r in recordings if r.rank == min(bounds))
-        spans = [bounds[counted.rank].get(step.number) for step in usual]
-        known = [span for span in spans if span is not None]
+        spans = bounds[counted.rank]
+        known = [spans[step.number] for step in usual if step.number in spans]
         if known:
-            analysis.operations_per_step = count_operations(counted, known) / len(known)
-    analysis.transports = find_transports(recordings)
+            analysis.operations_per_step = _count_operations(counted, known) / len(known)
+    moving = [phase for recording in recordings for phase in _moving(recording)]
+    transports = Counter(phase.what.rpartition("_")[0] for phase in moving)
+    analysis.transports = [name for name, _ in transports.most_common()]  # the most used first
     analysis.cores = {each.rank: each.cores for each in recordings if each.cores}
     thresholds = [r.fusion_threshold for r in recordings if r.fusion_threshold is not None]
     analysis.fusion_threshold = thresholds[0] if thresholds else None
@@ -207,15 +224,6 @@ def _group_by_step(
     return found
 
 
-def _lateness(inside: Sequence[Match]) -> dict[int, float]:
-    """Return the ranks that came last to a collective of a step, and how late at most."""
-    late: dict[int, float] = {}
-    for each in inside:
-        if each.last_rank is not None:
-            late[each.last_rank] = max(late.get(each.last_rank, 0.0), each.lateness)
-    return late
-
-
 def _arrivals(
     inside: Sequence[Match], bounds: dict[int, dict[int, TimeSpan]], number: int
 ) -> dict[int, float]:
@@ -228,15 +236,60 @@ def _arrivals(
     return came
 
 
-def _slowest(late: dict[int, float], splits: dict[int, Split]) -> tuple[int | None, float]:
-    """Return the rank that was late in a step, if one was, and by how much."""
+def _slowest(inside: Sequence[Match], splits: dict[int, Split]) -> tuple[int | None, float]:
+    """Return the rank that came last in a step, if it came late, and how late at most."""
+    late: dict[int, float] = {}
+    for each in inside:
+        if each.last_rank is not None:
+            late[each.last_rank] = max(late.get(each.last_rank, 0.0), each.lateness)
     if not late:
         return None, 0.0
     rank = max(late, key=lambda each: late[each])
     duration = median(split.duration for split in splits.values())
-    if late[rank] < max(LATE_SHARE * duration, LATE_MICROSECONDS):
-        return None, late[rank]
-    return rank, late[rank]
+    is_late = late[rank] >= max(LATE_SHARE * duration, LATE_MICROSECONDS)
+    return rank if is_late else None, late[rank]
+
+
+def _find_awaited(matches: Sequence[Match]) -> list[AwaitedCollective]:
+    """Return the collectives by name, those first that ranks waited for longest."""
+    groups: dict[str, list[Match]] = {}
+    for each in matches:
+        groups.setdefault(each.name, []).append(each)
+    rows = []
+    for name, group in groups.items():
+        ready = [each.ready.values() for each in group]
+        last = Counter(each.last_rank for each in group if each.last_rank is not None)
+        rank, times = last.most_common(1)[0] if last else (None, 0)
+        tensors = next(iter(group[-1].parts.values())).about.get("names", ())
+        spread = fmean(max(each) - min(each) for each in ready)
+        waited = sum(max(each) - time for each in ready for time in each)
+        about = name, len(group), group[-1].nbytes, tuple(tensors)
+        rows.append(AwaitedCollective(*about, spread, waited, rank, times / len(group)))
+    return sorted(rows, key=lambda each: (-each.spread * each.count, each.name))
+
+
+def _count_operations(recording: Recording, steps: Iterable[TimeSpan]) -> int:
+    """Count how often data was moved and reduced in these steps.
+
+    A collective of several tensors takes several operations if they do not fit the fusion buffer,
+    and collectives that are fused take one together. A transport does one operation after the
+    other, so phases that overlap are one operation, which is recorded in the row of each tensor.
+    """
+    begins: list[float] = []
+    free = float("-inf")
+    for phase in sorted(_moving(recording), key=lambda phase: (phase.began, phase.ended)):
+        if phase.began >= free:
+            begins.append(phase.began)
+        free = max(free, phase.ended)
+    return sum(bisect_left(begins, s.ended) - bisect_right(begins, s.began) for s in steps)
+
+
+def _moving(recording: Recording) -> Iterable[TimeSpan]:
+    """Yield the phases in which data is moved and reduced."""
+    for each in recording.collectives:
+        for phase in each.phases:
+            if phase.what.endswith(f"_{each.kind}"):
+                yield phase
 
 
 def _notes(analysis: Analysis, recordings: Sequence[Recording]) -> Iterator[str]:

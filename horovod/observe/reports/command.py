@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from horovod.observe.reports.advice import advise
 from horovod.observe.reports.analysis import analyse
@@ -29,6 +30,11 @@ View:    open https://ui.perfetto.dev (or chrome://tracing in Chrome) and drop t
          submitted a collective last to those that waited for it.
 """
 
+_HELP: dict[str, Any] = {
+    "formatter_class": argparse.RawDescriptionHelpFormatter,
+    "epilog": HOW_TO,
+}
+
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m horovod.timeline") -> int:
     """Run the command line, and return the exit status.
@@ -37,28 +43,20 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m horovod.
         arguments: The arguments; by default those of this process.
         prog: The name of the command in messages.
     """
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Work with the timelines that Horovod records.",
-        epilog=HOW_TO,
-    )
+    told = "Work with the timelines that Horovod records."
+    parser = argparse.ArgumentParser(prog, **_HELP, description=told)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    merging = _command(
-        commands,
-        "merge",
-        "put the files of several ranks into one trace, on one clock",
-    )
-    merging.add_argument("output", metavar="OUT", help="the file to write")
-    reporting = _command(
-        commands,
-        "report",
-        "say where steps spend their time, which rank is slow, and what to try first",
-    )
-    reporting.add_argument(
-        "--html", metavar="OUT.html", help="also write the report as one page for a browser"
-    )
-    for each in (merging, reporting):
+    for name, what in (
+        ("merge", "put the files of several ranks into one trace, on one clock"),
+        ("report", "say where steps spend their time, which rank is slow, and what to try first"),
+    ):
+        told = f"{what[0].upper()}{what[1:]}."
+        each = commands.add_parser(name, help=what, **_HELP, description=told)
+        if name == "merge":
+            each.add_argument("output", metavar="OUT", help="the file to write")
+        else:
+            page_help = "also write the report as one page for a browser"
+            each.add_argument("--html", metavar="OUT.html", help=page_help)
         each.add_argument("files", metavar="FILE", nargs="+", help="the ranks' files, in any order")
     options = parser.parse_args(arguments)
     try:
@@ -84,15 +82,3 @@ def _report(files: Sequence[str], html: str | None) -> None:
         with open(html, "w", encoding="utf-8") as file:
             file.write(page(analysis, advice))
         print(f"\n{html}: open it in a browser")
-
-
-def _command(commands: argparse._SubParsersAction, name: str, what: str) -> argparse.ArgumentParser:  # type: ignore[type-arg]
-    """Add a command to the parser."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=what,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=f"{what[0].upper()}{what[1:]}.",
-        epilog=HOW_TO,
-    )
-    return parser

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
-from typing import NamedTuple
 
 from horovod.observe.reports.amounts import count_of, ordinal, ranks_named
 from horovod.observe.reports.amounts import milliseconds as _ms
 from horovod.observe.reports.analysis import Analysis
-from horovod.observe.reports.crowding import count_ranks_and_cores
-from horovod.observe.reports.faults import Advice, Fault
-from horovod.observe.reports.long_steps import Where
-from horovod.observe.reports.losses import Losses
-from horovod.observe.reports.slow_ranks import COMPUTE, WHERE_TO_LOOK, cause_of
+from horovod.observe.reports.losses import Advice, Fault, Losses, Where
+from horovod.observe.reports.slow_ranks import (
+    COMPUTE,
+    WHERE_TO_LOOK,
+    cause_of,
+    count_ranks_and_cores,
+)
 from horovod.observe.reports.splitting import StepSplit
 
 FEWEST_LONG_STEPS = 2  # a single one may have any reason, and gets a note only
@@ -43,52 +44,46 @@ def _advise_on_long_steps(analysis: Analysis) -> Iterator[Advice]:
     steps = long.counted
     if len(steps) < FEWEST_LONG_STEPS:
         return
-    cost = sum(each.excess for each in steps)
     period = long.period
     when = f"every {ordinal(period)} step" if period else "at irregular distances"
     if len(steps) < FEWEST_FOR_A_PERIOD:
         when = f"number {' and '.join(str(each.step.number) for each in steps)}"
     usual, longer = analysis.step_time, median(each.step.duration for each in steps)
+    told, action = _advise_where_long(analysis)
     number = (
         f"{len(steps)} of {len(analysis.all_steps)} steps, {when}, take {_ms(longer)} (median) "
-        f"instead of {_ms(usual)}. {_describe_last_rank(analysis)}"
+        f"instead of {_ms(usual)}. {told}"
     )
-    yield Advice(Fault.LONG_STEPS, "long steps", number, _advise_where_long(analysis), cost)
+    yield Advice(Fault.LONG_STEPS, "long steps", number, action, long.excess(of_cores=False))
 
 
-def _describe_last_rank(analysis: Analysis) -> str:
-    """Return a sentence on who was last in the long steps."""
+def _advise_where_long(analysis: Analysis) -> tuple[str, str]:
+    """Return a sentence on who was last in the long steps, and what to look for in them."""
     where, last = analysis.long_steps.where, analysis.long_steps.last
     if where is Where.EXCHANGE:
-        return "The exchange of gradients takes long in them"
-    if where is Where.ALL_RANKS:
-        return "All ranks compute longer in them"
-    if last is None:
-        return "Now one rank is the last in them, now another"
-    rank, times = last
-    return f"Rank {rank}{_on_host(analysis, rank)} is the last in {times} of them"
-
-
-def _advise_where_long(analysis: Analysis) -> str:
-    """Return what to look for in the long steps."""
-    where, last = analysis.long_steps.where, analysis.long_steps.last
-    if where is Where.EXCHANGE:
-        return "Look for what else uses the network, or the memory of the hosts, at these times"
+        return (
+            "The exchange of gradients takes long in them",
+            "Look for what else uses the network, or the memory of the hosts, at these times",
+        )
     if where is Where.ALL_RANKS:
         return (
+            "All ranks compute longer in them",
             "Look for what all ranks do in these steps only: evaluation, a new epoch's loader "
             "(persistent_workers=True keeps it), garbage collection. Do it less often, or not "
-            "at all"
+            "at all",
         )
     if last is None:
         return (
+            "Now one rank is the last in them, now another",
             "Look for what ranks do now and then, each at another time: garbage collection, a "
-            "much longer batch, a file that is read. All others wait meanwhile"
+            "much longer batch, a file that is read. All others wait meanwhile",
         )
+    rank, times = last
     return (
-        f"Look for what rank {last[0]} does alone in these steps: a checkpoint, a log, an "
+        f"Rank {rank}{_on_hosts(analysis, [rank])} is the last in {times} of them",
+        f"Look for what rank {rank} does alone in these steps: a checkpoint, a log, an "
         f"evaluation. All others wait meanwhile: do it in a thread or less often, or share it "
-        f"between the ranks"
+        f"between the ranks",
     )
 
 
@@ -109,50 +104,36 @@ def _advise_on_slow_ranks(analysis: Analysis, losses: Losses) -> Iterator[Advice
         f"compute{'s' if len(slow.ranks) == 1 else ''} {_ms(slow.excess)} (median) longer than the "
         f"others"
     )
-    action = _advise_where_slow(analysis, slow.ranks)
-    yield Advice(
-        Fault.SLOW_RANKS, f"{named} {are} slow", number, action, slow.cost * len(analysis.steps)
-    )
+    action, cost = _advise_where_slow(analysis, slow.ranks), slow.cost * len(analysis.steps)
+    yield Advice(Fault.SLOW_RANKS, f"{named} {are} slow", number, action, cost)
 
 
 def _advise_where_slow(analysis: Analysis, ranks: Sequence[int]) -> str:
     """Return where to look: slow ranks lose time before the first gradient, or in backward."""
-    before, backward = (_compare(analysis, ranks, part) for part in ("before_backward", "backward"))
+    others = [rank for rank in analysis.ranks if rank not in ranks]
+
+    def medians(part: str) -> tuple[float, float] | None:
+        """Return the median of a part on these ranks and on the others; None if it is unknown."""
+        own, usual = (_median_over(analysis, each, part) for each in (ranks, others))
+        return None if own is None or usual is None else (own, usual)
+
+    before, backward = medians("before_backward"), medians("backward")
     if before is None or backward is None:
         return (
             "Look at data loading there (more or faster loader workers), at the cores and their "
             "clock: all ranks take as long as the slowest"
         )
-    excess = max(before.excess, backward.excess)
-    blocked = None if analysis.on_devices else _compare(analysis, ranks, "blocked")
+    more_before, more_backward = before[0] - before[1], backward[0] - backward[1]
+    own, usual = (None if analysis.on_devices else medians("blocked")) or (0.0, 0.0)
     rests = ""
-    if blocked is not None and blocked.excess > excess / 2:
-        rests = f", and for {_ms(blocked.excess)} of that it does not run: it waits for something"
-    cause = cause_of(before.excess + backward.excess, backward.excess)
-    told = f"Backward takes {_ms(backward.own)}, on the others {_ms(backward.others)}"
+    if own - usual > max(more_before, more_backward, 0.0) / 2:
+        rests = f", and for {_ms(own - usual)} of that it does not run: it waits for something"
+    cause = cause_of(more_before + more_backward, more_backward)
+    told = f"Backward takes {_ms(backward[0])}, on the others {_ms(backward[1])}"
     if cause == COMPUTE:
-        told = f"It takes {_ms(before.own)} until the first gradient, on the others "
-        told += _ms(before.others)
+        told = f"It takes {_ms(before[0])} until the first gradient, on the others "
+        told += _ms(before[1])
     return f"{told}{rests}. {WHERE_TO_LOOK[cause]}"
-
-
-class _Comparison(NamedTuple):
-    """The times that something takes on some ranks and on the others."""
-
-    own: float
-    others: float
-
-    @property
-    def excess(self) -> float:
-        """How much longer it takes on these ranks."""
-        return self.own - self.others
-
-
-def _compare(analysis: Analysis, ranks: Sequence[int], part: str) -> _Comparison | None:
-    """Compare a part of a step on some ranks with the others; None if it is not known."""
-    own = _median_over(analysis, ranks, part)
-    others = _median_over(analysis, [rank for rank in analysis.ranks if rank not in ranks], part)
-    return None if own is None or others is None else _Comparison(own, others)
 
 
 def _median_over(analysis: Analysis, ranks: Sequence[int], part: str) -> float | None:
@@ -176,18 +157,13 @@ def _advise_on_cores(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
     most = max(starved, key=lambda rank: starved[rank])
     number = (
         f"ranks are ready to run and have no core for {_ms(median(starved.values()))} of a step "
-        f"(mean), rank {most}{_on_host(analysis, most)} for {_ms(starved[most])}"
+        f"(mean), rank {most}{_on_hosts(analysis, [most])} for {_ms(starved[most])}"
     )
     if ranks > cores > 0:
-        on = f" of {host}" if len(set(analysis.hosts.values())) > 1 else ""
+        on = f" of {host}" if analysis.num_hosts > 1 else ""
         number += f"; {ranks} ranks share {count_of(cores, 'core')}{on}"
-        yield Advice(
-            Fault.CORES,
-            "cores are oversubscribed",
-            number,
-            "Start at most one rank for each core (-np, or slots of --hosts)",
-            cost,
-        )
+        action = "Start at most one rank for each core (-np, or slots of --hosts)"
+        yield Advice(Fault.CORES, "cores are oversubscribed", number, action, cost)
         return
     if cores:
         number += f"; {count_of(ranks, 'rank')} may use {cores} cores"
@@ -212,9 +188,8 @@ def _advise_on_turns(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
         "Make the batches of a step equally long (sort samples by length, drop the last batch), "
         "and give every rank more loader workers"
     )
-    yield Advice(
-        Fault.TURNS, "ranks are late in turn", number, action, losses.turns * len(analysis.steps)
-    )
+    cost = losses.turns * len(analysis.steps)
+    yield Advice(Fault.TURNS, "ranks are late in turn", number, action, cost)
 
 
 # -- input -----------------------------------------------------------------------------------
@@ -222,11 +197,8 @@ def _advise_on_turns(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
 
 def _advise_on_input(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
     """Yield advice if all ranks take long before their first gradient."""
-    ranks = [
-        rank
-        for rank in analysis.ranks
-        if losses.slow_ranks is None or rank not in losses.slow_ranks.ranks
-    ]
+    slow = () if losses.slow_ranks is None else losses.slow_ranks.ranks
+    ranks = [rank for rank in analysis.ranks if rank not in slow]
     before = _median_over(analysis, ranks, "before_backward")
     backward = _median_over(analysis, ranks, "backward")
     blocked = 0.0 if analysis.on_devices else _median_over(analysis, ranks, "blocked") or 0.0
@@ -246,23 +218,16 @@ def _advise_on_input(analysis: Analysis, losses: Losses) -> Iterator[Advice]:
     if not has_cores and blocked < 2 * starved:
         blocked = 0.0
     if beyond > FORWARD_SHARE * blocked > 0:
-        number = (
-            f"{told}; for {_ms(blocked)} of a step ranks neither run nor wait for other ranks, but "
-            f"for something else"
-        )
+        told += f"; for {_ms(blocked)} of a step ranks neither run nor wait for other ranks, but "
+        told += "for something else"
         mean = median(_mean(analysis.steps, rank, "blocked") for rank in ranks)
-        yield Advice(
-            Fault.INPUT, "all ranks wait for input", number, action, mean * len(analysis.steps)
-        )
+        cost = mean * len(analysis.steps)
+        yield Advice(Fault.INPUT, "all ranks wait for input", told, action, cost)
     elif has_cores and before > SLOW_INPUT * backward and gradients >= FEWEST_GRADIENTS:
-        number = f"{told}; forward usually takes half as long as backward"
-        yield Advice(
-            Fault.INPUT,
-            "input takes long on all ranks",
-            number,
-            f"{action}. If most of the model is frozen, forward itself may take as long",
-            (before - backward) * len(analysis.steps),
-        )
+        told += "; forward usually takes half as long as backward"
+        action += ". If most of the model is frozen, forward itself may take as long"
+        cost = (before - backward) * len(analysis.steps)
+        yield Advice(Fault.INPUT, "input takes long on all ranks", told, action, cost)
 
 
 def _mean(steps: Sequence[StepSplit], rank: int, part: str) -> float:
@@ -270,13 +235,9 @@ def _mean(steps: Sequence[StepSplit], rank: int, part: str) -> float:
     return fmean(step.ranks[rank].part(part) or 0.0 for step in steps if rank in step.ranks)
 
 
-def _on_host(analysis: Analysis, rank: int) -> str:
-    """Return the host of a rank in brackets, if there are several hosts."""
-    several = len(set(analysis.hosts.values())) > 1
-    return f" (host {analysis.hosts[rank]})" if several and rank in analysis.hosts else ""
-
-
 def _on_hosts(analysis: Analysis, ranks: Sequence[int]) -> str:
     """Return the host of some ranks in brackets, if all are on one of several hosts."""
     hosts = {analysis.hosts.get(rank) for rank in ranks}
-    return _on_host(analysis, ranks[0]) if len(hosts) == 1 else ""
+    if analysis.num_hosts == 1 or len(hosts) > 1 or None in hosts:
+        return ""
+    return f" (host {hosts.pop()})"

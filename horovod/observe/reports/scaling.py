@@ -23,18 +23,7 @@ from typing import Any
 
 from horovod.observe.reports.amounts import count_of
 
-_COLUMNS = (
-    "ranks",
-    "mode",
-    "seconds",
-    "steps_per_second",
-    "speedup",
-    "efficiency",
-    "runs",
-    "spread_percent",
-    "all_seconds",
-)
-_PUBLISHED_COLUMNS = ("published_seconds", "published_speedup", "published_efficiency")
+_PUBLISHED = ("seconds", "speedup", "efficiency")  # what is shown of a published run
 _MODES = ("weak", "strong")
 _MUCH = 0.2  # share of the median; if runs of one size differ by more, small differences are noise
 _TOO_GOOD = 1.1  # efficiency above this needs an explanation, most often a wrong base
@@ -94,12 +83,9 @@ class Report:
     def rows(self) -> dict[int, Row]:
         medians = {}
         for size, runs in self.runs.items():
+            seconds = statistics.median(run.seconds for run in runs)
             steps = [run.steps_per_second for run in runs if run.steps_per_second]
-            medians[size] = Run(
-                size,
-                statistics.median(run.seconds for run in runs),
-                statistics.median(steps) if steps else None,
-            )
+            medians[size] = Run(size, seconds, statistics.median(steps) if steps else None)
         return rows_of(medians, self.strong)
 
     @property
@@ -180,12 +166,10 @@ def _published(name: str, reader: csv.DictReader[str]) -> Published:
             raise ValueError(f"{where}: ranks {cells['ranks']!r} is not a whole number")
         if int(ranks) in runs:
             raise ValueError(f"{where}: {int(ranks)} ranks for the second time")
+        seconds = _positive(cells["seconds"], f"{where}: seconds")
         steps = cells.get("steps_per_second", "")
-        runs[int(ranks)] = Run(
-            int(ranks),
-            _positive(cells["seconds"], f"{where}: seconds"),
-            _positive(steps, f"{where}: steps_per_second") if steps else None,
-        )
+        rate = _positive(steps, f"{where}: steps_per_second") if steps else None
+        runs[int(ranks)] = Run(int(ranks), seconds, rate)
         modes.add(cells.get("mode", ""))
     if not runs:
         raise ValueError("it has no rows")
@@ -213,6 +197,10 @@ def table(report: Report, sizes: Sequence[int]) -> str:
     rows, published = report.rows, report.published_rows
     with_steps = any(row.steps_per_second for row in rows.values())
     with_spread = any(len(runs) > 1 for runs in report.runs.values())
+    formats = {"seconds": ".2f", "steps_per_second": ".4g", "speedup": ".2f", "efficiency": ".0%"}
+    if not with_steps:
+        del formats["steps_per_second"]
+    theirs = {name: formats[name] for name in _PUBLISHED}
     head = ["ranks", "time (s)", *["spread"] * with_spread, *["steps/s"] * with_steps]
     head += ["speed-up", "efficiency"]
     width = len(head)
@@ -220,12 +208,12 @@ def table(report: Report, sizes: Sequence[int]) -> str:
         head += ["time (s)", "speed-up", "efficiency"]
     lines = [head]
     for size in sorted({*sizes, *published}):
-        cells = [str(size), *_cells(rows.get(size), with_steps)]
+        cells = [str(size), *_cells(rows.get(size), formats, "-")]
         if size in report.failed and size not in rows:
             cells[1] = "failed"
         apart = spread(report.runs.get(size, ()))
         cells[2:2] = ["-" if apart is None else f"{apart:.0%}"] * with_spread
-        lines.append(cells + (_cells(published.get(size), False) if published else []))
+        lines.append(cells + (_cells(published.get(size), theirs, "-") if published else []))
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     texts = []
     for line in lines:
@@ -237,12 +225,10 @@ def table(report: Report, sizes: Sequence[int]) -> str:
     return "\n".join(["", *(text.rstrip() for text in texts), "", _legend(report)])
 
 
-def _cells(row: Row | None, with_steps: bool) -> list[str]:
-    if row is None:
-        return ["-"] * (4 if with_steps else 3)
-    steps = f"{row.steps_per_second:.4g}" if row.steps_per_second else "-"
-    cells = [f"{row.seconds:.2f}", *[steps] * with_steps]
-    return [*cells, f"{row.speedup:.2f}", f"{row.efficiency:.0%}"]
+def _cells(row: Row | None, formats: Mapping[str, str], missing: str) -> list[str]:
+    """Return the numbers of a row in their formats, or what stands for a number that is missing."""
+    values = [(getattr(row, name, None), how) for name, how in formats.items()]
+    return [format(value, how) if value else missing for value, how in values]
 
 
 def _title(report: Report) -> str:
@@ -304,31 +290,25 @@ def write_csv(report: Report, sizes: Sequence[int], path: str) -> str:
         The reason if the file cannot be written; empty otherwise.
     """
     rows, published = report.rows, report.published_rows
+    formats = {"seconds": ".3f", "steps_per_second": ".6g", "speedup": ".4f", "efficiency": ".4f"}
+    theirs = {name: formats[name] for name in _PUBLISHED} if published else {}
     partial = f"{path}.partial"
     try:
         with open(partial, "w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow([*_COLUMNS, *(_PUBLISHED_COLUMNS if published else ())])
+            head = ["ranks", "mode", *formats, "runs", "spread_percent", "all_seconds"]
+            writer.writerow(head + [f"published_{name}" for name in theirs])
             for size in sorted({*sizes, *published}):
                 runs = report.runs.get(size, [])
-                cells: list[Any] = [size, report.mode, *_numbers(rows.get(size), with_steps=True)]
+                cells: list[Any] = [size, report.mode, *_cells(rows.get(size), formats, "")]
                 apart = spread(runs)
                 cells += [len(runs), "" if apart is None else f"{100 * apart:.1f}"]
                 cells.append(" ".join(f"{run.seconds:.3f}" for run in runs))
-                if published:
-                    cells += _numbers(published.get(size), with_steps=False)
-                writer.writerow(cells)
+                writer.writerow(cells + _cells(published.get(size), theirs, ""))
         os.replace(partial, path)
     except OSError as error:
         return f"cannot write {path}: {error.strerror}"
     return ""
-
-
-def _numbers(row: Row | None, *, with_steps: bool) -> list[str]:
-    if row is None:
-        return [""] * (4 if with_steps else 3)
-    steps = [f"{row.steps_per_second:.6g}" if row.steps_per_second else ""] if with_steps else []
-    return [f"{row.seconds:.3f}", *steps, f"{row.speedup:.4f}", f"{row.efficiency:.4f}"]
 
 
 def _errors(

@@ -11,6 +11,9 @@ computes in a step. In every step some rank is the last: that one of two ranks w
 
 `losses` applies them to a recording, `horovod.observe.dashboard.stragglers` to the last steps of a
 running job. Links are compared in the same way, by how long each rank reduces.
+
+Where ranks outnumber the cores of their host they take turns, and the times of single ranks say
+little: `find_crowded` finds such hosts.
 """
 
 from __future__ import annotations
@@ -20,10 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
+from typing import NamedTuple
+
+from horovod.observe.reports.amounts import count_of
 
 CHANCE = 1e-3  # the largest probability with which chance may explain what counts as a finding
 _STRETCHES = 4  # into which the steps are cut; the ranks must be slow in all but one of them
 _FEWEST_STEPS = 4  # steps in a stretch
+_NAMED_HOSTS = 3
 
 BACKWARD, COMPUTE, LINK = "backward", "compute", "link"
 WHERE_TO_LOOK = {
@@ -128,3 +135,57 @@ def _is_lasting(gaps: Sequence[float], gap: float) -> bool:
     bounds = [len(gaps) * index // count for index in range(count + 1)]
     there = [median(gaps[first:last]) > gap / 2 for first, last in pairwise(bounds)]
     return sum(there) >= max(2, count - 1)
+
+
+# -- ranks that outnumber the cores of their host ------------------------------------------------
+
+
+class HostLoad(NamedTuple):
+    """The number of ranks on a host, and of the cores that they may use together."""
+
+    host: str
+    ranks: int
+    cores: int
+
+
+def count_ranks_and_cores(
+    hosts: Mapping[int, str], cores: Mapping[int, frozenset[int]]
+) -> list[HostLoad]:
+    """Count the ranks of each host, and the cores that they may use.
+
+    Args:
+        hosts: The host of each rank.
+        cores: The numbers of the cores that each rank may use, if known. A host counts only if
+            those of all its ranks are known, as each may be bound to a core of its own.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, host in hosts.items():
+        ranks_of.setdefault(host, []).append(rank)
+    return [
+        HostLoad(host, len(ranks), len(frozenset().union(*(cores[rank] for rank in ranks))))
+        for host, ranks in ranks_of.items()
+        if all(cores.get(rank) for rank in ranks)
+    ]
+
+
+def find_crowded(hosts: Mapping[int, str], cores: Mapping[int, frozenset[int]]) -> list[HostLoad]:
+    """Return the hosts with more ranks than cores; arguments as in `count_ranks_and_cores`."""
+    return [each for each in count_ranks_and_cores(hosts, cores) if each.ranks > each.cores]
+
+
+def describe_crowded(crowded: Sequence[HostLoad], num_hosts: int) -> str:
+    """Return one sentence about all crowded hosts; empty if there is none."""
+    if not crowded:
+        return ""
+    names = [each.host for each in crowded]
+    alike = {f"{each.ranks} ranks share {count_of(each.cores, 'core')}" for each in crowded}
+    if len(alike) == 1:
+        (many,) = alike
+        if num_hosts == 1:
+            return many
+        if len(names) > _NAMED_HOSTS:
+            return f"{many} on each of {len(names)} hosts"
+        return f"{many} on {', '.join(names)}"
+    shown = ", ".join(describe_crowded([each], 2) for each in crowded[:_NAMED_HOSTS])
+    more = len(crowded) - _NAMED_HOSTS
+    return f"{shown}, and {more} more hosts are alike" if more > 0 else shown

@@ -12,12 +12,13 @@ Every moment of a step of a rank is one of four things:
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from math import inf
 from statistics import median
 
-from horovod.observe.reports.intervals import Stretch, clip, difference, intersection, length, union
 from horovod.observe.timeline.matching import Match
 from horovod.observe.timeline.recording import Recording, TimeSpan
 
@@ -149,3 +150,52 @@ class RankTimes:
         index = bisect_right(self.backwards, step.ended, key=lambda span: span.ended) - 1
         last = self.backwards[index] if index >= 0 else None
         return last if last is not None and last.began >= step.began else None
+
+
+# -- sets of times: sorted lists of stretches that do not touch --------------------------------
+
+Stretch = tuple[float, float]
+
+
+def union(stretches: Iterable[Stretch]) -> list[Stretch]:
+    """Return the times that are in any stretch; empty and reversed stretches do not count."""
+    joined: list[Stretch] = []
+    for began, ended in sorted(stretch for stretch in stretches if stretch[0] < stretch[1]):
+        if joined and began <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], ended))
+        else:
+            joined.append((began, ended))
+    return joined
+
+
+def intersection(one: Sequence[Stretch], other: Sequence[Stretch]) -> list[Stretch]:
+    """Return the times that are in both."""
+    common, left, right = [], 0, 0
+    while left < len(one) and right < len(other):
+        began = max(one[left][0], other[right][0])
+        ended = min(one[left][1], other[right][1])
+        if began < ended:
+            common.append((began, ended))
+        if one[left][1] < other[right][1]:
+            left += 1
+        else:
+            right += 1
+    return common
+
+
+def difference(one: Sequence[Stretch], other: Sequence[Stretch]) -> list[Stretch]:
+    """Return the times that are in the first and not in the second."""
+    edges = [-inf, *chain.from_iterable(other), inf]
+    return intersection(one, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def clip(stretches: Sequence[Stretch], began: float, ended: float) -> list[Stretch]:
+    """Return the times that lie between `began` and `ended`."""
+    first = bisect_right(stretches, began, key=lambda stretch: stretch[1])
+    last = bisect_left(stretches, ended, key=lambda stretch: stretch[0])
+    return [(max(a, began), min(b, ended)) for a, b in stretches[first:last]]
+
+
+def length(stretches: Iterable[Stretch]) -> float:
+    """Return the length of all stretches together."""
+    return sum(ended - began for began, ended in stretches)

@@ -9,7 +9,7 @@ from statistics import median
 from horovod.observe.reports.advice import verdict
 from horovod.observe.reports.amounts import count_of, milliseconds, percent, size_of, time_of
 from horovod.observe.reports.analysis import Analysis
-from horovod.observe.reports.faults import Advice
+from horovod.observe.reports.losses import Advice
 from horovod.observe.reports.splitting import PARTS
 from horovod.observe.timeline.recorder import shortened
 
@@ -25,7 +25,7 @@ def report(analysis: Analysis, advice: Sequence[Advice]) -> str:
 
 def _lines(analysis: Analysis, advice: Sequence[Advice]) -> Iterator[str]:
     """Yield the lines of the report."""
-    ranks, hosts = len(analysis.hosts), len(set(analysis.hosts.values()))
+    ranks, hosts = len(analysis.hosts), analysis.num_hosts
     steps = count_of(len(analysis.steps), "step")
     yield f"{count_of(ranks, 'rank')} on {count_of(hosts, 'host')}, {steps}"
     if analysis.steps_from:
@@ -70,7 +70,7 @@ def _long_steps(analysis: Analysis) -> Iterator[str]:
     if not long.steps:
         return
     yield ""
-    lost = sum(each.excess for each in long.steps)
+    lost = long.excess()
     yield (
         f"Long steps: {len(long.steps)} of {len(analysis.all_steps)}, {time_of(lost)} more than "
         f"usual ones, {percent(lost, analysis.run_time)} of the run"
@@ -87,7 +87,7 @@ def _slowest(analysis: Analysis) -> Iterator[str]:
     yield "The slowest rank of a step"
     counts = analysis.slowest_counts
     for rank, times in counts.most_common(MOST_ROWS):
-        late = [step.lateness for step in analysis.steps if step.slowest == rank]
+        late = analysis.lateness_of(rank)
         yield (
             f"  rank {rank}: {times} of {len(analysis.steps)} steps, later than the others by "
             f"{milliseconds(median(late))} (median), {milliseconds(max(late))} at most"

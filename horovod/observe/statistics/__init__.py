@@ -4,5 +4,5 @@
 - `device_clock` and `lane_timing` measure the work of a device, by the device's own clock;
 - `ranges` shows operations to profilers;
 - `stall` notices operations that some ranks never submit;
-- `reporter` sends the numbers to the launcher, with those of the GPU (`gpu_use`).
+- `reporter` sends the numbers to the launcher, with those of NVIDIA's library.
 """

@@ -7,6 +7,8 @@ docs/stats.md says what each number means.
 
 from __future__ import annotations
 
+import numbers
+import operator
 import resource
 import sys
 import threading
@@ -19,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 from horovod.observe.statistics.counters import MOST_TIMINGS, Counters, Timing, Totals
-from horovod.observe.statistics.metrics import check_name, check_number, check_step
 
 MOST_NAMES = 100  # metrics of a process
+LONGEST_NAME = 200  # characters of a metric's name
 MOST_VALUES = 200  # values of a metric that are kept between two reports
 MOST_STEPS = 50  # steps in a report
 KEPT_STEPS = 256  # steps that are kept between two reports
@@ -210,8 +212,8 @@ class Statistics:
 
     def log(self, values: Mapping[str, Any], step: Any) -> None:
         """Keep a script's own numbers for the next report; if one is wrong, raise ValueError."""
-        checked = {check_name(name): check_number(name, value) for name, value in values.items()}
-        at = self.steps if step is None else check_step(step)
+        checked = {_check_name(name): _check_number(name, value) for name, value in values.items()}
+        at = self.steps if step is None else _check_step(step)
         with self._lock:
             if len(self.metrics.keys() | checked.keys()) > MOST_NAMES:
                 raise ValueError(
@@ -239,3 +241,43 @@ def resident_bytes() -> int:
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most if sys.platform == "darwin" else most * 1024
     return pages * resource.getpagesize()
+
+
+def _check_name(name: Any) -> str:
+    """Return the name of a metric; ValueError if it cannot be one."""
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f"the name of a metric must be text, not {name!r:.100}")
+    if len(name) > LONGEST_NAME:
+        has = f"{name[:40]!r}... has {len(name)}"
+        raise ValueError(f"the name of a metric has {LONGEST_NAME} characters at most; {has}")
+    return name
+
+
+def _check_number(name: str, value: Any) -> float:
+    """Return a number, or the only element of a tensor of any framework; ValueError otherwise."""
+    found = value
+    try:
+        for method in ("item", "asscalar", "numpy"):  # torch, numpy, JAX; MXNet; TensorFlow
+            if not isinstance(found, numbers.Real) and callable(getattr(found, method, None)):
+                found = getattr(found, method)()
+        found = found.item() if hasattr(found, "item") else found
+        if isinstance(found, numbers.Real):
+            return float(found)
+    except OverflowError:
+        return float("inf") if found > 0 else float("-inf")
+    except Exception as error:
+        kind = type(value).__name__
+        raise ValueError(f"metric {name!r}: {kind} is not one number: {error}") from error
+    told = f"{type(value).__name__}: {value!r:.100}"
+    raise ValueError(f"metric {name!r} must be a number or a tensor of one element, not {told}")
+
+
+def _check_step(step: Any) -> int:
+    """Return the number of a step; ValueError if it is none."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise ValueError(f"step must be a whole number, not {step!r:.100}") from None
+    if number < 0:
+        raise ValueError(f"step must not be negative: {number}")
+    return number

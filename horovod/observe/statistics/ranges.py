@@ -60,15 +60,8 @@ class Ranges:
             took = (time.perf_counter() - began) * 1000
             together = f" together with {len(requests) - 1} others" if len(requests) > 1 else ""
             for request in requests:
-                logger.debug(
-                    "%s: %d bytes through %s in %.3f ms%s (%s)",
-                    request.name,
-                    size_of(request),
-                    transport,
-                    took,
-                    together,
-                    request.source,
-                )
+                about = request.name, size_of(request), transport, took, together, request.source
+                logger.debug("%s: %d bytes through %s in %.3f ms%s (%s)", *about)
 
 
 def waiting(request: Operation) -> Any:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import math
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -26,10 +28,9 @@ from horovod.common.joining.launcher_store import SECRET_KEY, STORE_ADDRESS, lau
 from horovod.common.logging import get_logger
 from horovod.common.store import Store
 from horovod.common.topology import Topology
-from horovod.observe.statistics.gpu_use import GpuUse
 from horovod.observe.statistics.operations import ObservedChannel, PendingOperation
 from horovod.observe.statistics.process import MOST_STEPS, MOST_VALUES, Statistics, Step
-from horovod.observe.timeline.thread_times import allowed_cores
+from horovod.observe.timeline.recorder import allowed_cores
 
 logger = get_logger(__name__)
 
@@ -141,7 +142,8 @@ class Reporter:
         self, ended: bool, waiting: dict[str, Any] | None, steps: list[Step]
     ) -> dict[str, Any]:
         stats = self._job.stats() | self._gpu.look(self._job.statistics.gpu_uuid)
-        now, to_epoch = time.time(), time.time() - time.monotonic()
+        to_epoch = time.time() - time.monotonic()
+        metrics = self._metrics.items()
         if ended:
             state = "ended"
         elif waiting is not None:
@@ -152,7 +154,7 @@ class Reporter:
             "version": VERSION,
             **{key: stats[key] for key in ("rank", "size", "local_rank", "host", "generation")},
             "pid": os.getpid(),
-            "time": now,
+            "time": time.time(),
             "state": state,
             "cores": allowed_cores() or [],
             "steps_before": self._steps_before,
@@ -160,8 +162,7 @@ class Reporter:
             "steps": [[step.number, step.end + to_epoch, *step[2:]] for step in steps],
             "waiting": waiting,
             "metrics": {
-                name: [[step, finite(value)] for step, value in values]
-                for name, values in self._metrics.items()
+                name: [[at, finite(value)] for at, value in each] for name, each in metrics
             },
         }
 
@@ -210,24 +211,21 @@ class WaitingNotes:
 
     def waiting(self, store: Store) -> dict[str, Any] | None:
         """Return the operation that this rank has waited for longest, as a report has it."""
-        found = [
-            (oldest.submitted, channel, oldest)
-            for channel in list(self._job.channels.values())
-            if (oldest := _oldest(channel, WAITING_SECONDS)) is not None
-        ]
+        channels = list(self._job.channels.values())
+        waits = [(each, _oldest(each, WAITING_SECONDS)) for each in channels]
+        found = [(channel, oldest) for channel, oldest in waits if oldest is not None]
         if not found:
             return None
-        submitted, channel, oldest = min(found, key=lambda each: each[0])
+        channel, oldest = min(found, key=lambda each: each[1].submitted)
         names = [request.name for request in channel.pending()][:_NAMES_SHOWN]
         missing: list[int] = []
         key = self._posted.get(channel.set_id)
         if key in self._compared:
-            here = {
-                int(each.rpartition("/")[2]) for each in store.keys(key.rpartition("/")[0] + "/")
-            }
+            keys = store.keys(key.rpartition("/")[0] + "/")
+            here = {int(each.rpartition("/")[2]) for each in keys}
             missing = [rank for rank in channel.group.global_ranks if rank not in here]
         return {
-            "since": time.time() - (time.monotonic() - submitted),
+            "since": time.time() - (time.monotonic() - oldest.submitted),
             "tensors": [name[:_LONGEST_TEXT] for name in names],
             "missing_ranks": missing,
             "source": oldest.source[-_LONGEST_TEXT:],
@@ -237,6 +235,48 @@ class WaitingNotes:
         digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         rank = self._job.topology.rank
         return f"stats-waiting/{self._job.generation}/{channel.set_id}/{digest}/{rank}"
+
+
+class GpuUse:
+    """Asks NVIDIA's library (NVML) how busy this rank's GPU is, and how much memory it has.
+
+    The Python package for NVML is optional (`pip install nvidia-ml-py`). Without it, or without an
+    NVIDIA GPU, only the memory is reported that torch itself counts. Used by one thread.
+    """
+
+    def __init__(self, module: str = "pynvml") -> None:
+        self._module = module
+        self._library: Any = None
+        self._device: Any = None
+        self._uuid = ""
+        self._is_missing = False
+
+    def look(self, uuid: str) -> dict[str, float]:
+        """Return the numbers of the GPU with this UUID, or nothing where they are unknown.
+
+        `gpu_use` is the share of the last moment in which the GPU computed, from 0 to 1. Both
+        numbers are about the whole GPU, which several ranks may share.
+        """
+        if not uuid or self._is_missing:
+            return {}
+        try:
+            if self._uuid != uuid:
+                self._open(uuid)
+            busy = self._library.nvmlDeviceGetUtilizationRates(self._device).gpu
+            memory = self._library.nvmlDeviceGetMemoryInfo(self._device).total
+            return {"gpu_use": busy / 100, "gpu_memory_total_bytes": int(memory)}
+        except Exception:
+            # No package, no driver, a GPU that NVML cannot ask: a report is never worth an error.
+            self._is_missing = True
+            return {}
+
+    def _open(self, uuid: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an older package of the same name is deprecated
+            self._library = importlib.import_module(self._module)
+        self._library.nvmlInit()
+        self._device = self._library.nvmlDeviceGetHandleByUUID(uuid)
+        self._uuid = uuid
 
 
 def _oldest(channel: ObservedChannel, seconds: float) -> PendingOperation | None:

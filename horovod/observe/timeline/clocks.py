@@ -19,14 +19,16 @@ collectives, and for files of earlier versions, the hosts' time of day is used.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 
 from horovod.observe.timeline.matching import by_key
-from horovod.observe.timeline.recording import Phase, RecordedCollective, Recording, TimeSpan
+from horovod.observe.timeline.recording import RecordedCollective, Recording, TimeSpan
 
 MOST_STRETCHES = 50
 LEAST_COMPARISONS = 20  # comparisons in a stretch, if there is more than one stretch
@@ -71,20 +73,15 @@ def align(recordings: Sequence[Recording]) -> list[Recording]:
     """Return the recordings on one clock, on which the first event of all is at about 0."""
     clocks: dict[str, list[Recording]] = {}
     for recording in recordings:
-        clocks.setdefault(clock_name(recording), []).append(
-            move_times(recording, _onto_host(recording))
-        )
+        onto_host = partial(operator.add, recording.start)
+        clocks.setdefault(clock_name(recording), []).append(move_times(recording, onto_host))
     names = list(clocks)
     aligned = clocks.pop(names[0])
-    waiting = dict(clocks)
-    while waiting:  # the clock that has most in common with the aligned recordings comes first
-        pairs = {name: compare(aligned, group) for name, group in waiting.items()}
+    while clocks:  # the clock that has most in common with the aligned recordings comes first
+        pairs = {name: compare(aligned, group) for name, group in clocks.items()}
         name = max(pairs, key=lambda each: len(pairs[each]))
-        group = waiting.pop(name)
-        difference = estimate(pairs[name])
-        if difference is None:
-            difference = _by_time_of_day(recordings, names[0], name)
-        aligned += [move_times(recording, difference.correct) for recording in group]
+        difference = estimate(pairs[name]) or _by_time_of_day(recordings, names[0], name)
+        aligned += [move_times(recording, difference.correct) for recording in clocks.pop(name)]
     origin = min((_first_time(recording) for recording in aligned), default=0.0)
     shifted = [move_times(recording, lambda time: time - origin) for recording in aligned]
     return sorted(shifted, key=lambda recording: recording.rank)
@@ -159,17 +156,13 @@ def _move_collective(
     each: RecordedCollective, onto: Callable[[float], float]
 ) -> RecordedCollective:
     """Return a collective with its times on another clock."""
-
-    def maybe(time: float | None) -> float | None:
-        return None if time is None else onto(time)
-
     return replace(
         each,
         submitted=onto(each.submitted),
-        agreed=maybe(each.agreed),
-        started=maybe(each.started),
-        ended=maybe(each.ended),
-        phases=[Phase(phase.name, onto(phase.began), onto(phase.ended)) for phase in each.phases],
+        agreed=None if each.agreed is None else onto(each.agreed),
+        started=None if each.started is None else onto(each.started),
+        ended=None if each.ended is None else onto(each.ended),
+        phases=_move_spans(each.phases, onto),
         ready={rank: onto(time) for rank, time in each.ready.items()},
     )
 
@@ -179,18 +172,12 @@ def _move_spans(spans: Sequence[TimeSpan], onto: Callable[[float], float]) -> li
     return [replace(span, began=onto(span.began), ended=onto(span.ended)) for span in spans]
 
 
-def _onto_host(recording: Recording) -> Callable[[float], float]:
-    """Return a function from microseconds since the recording's start to the host's clock."""
-    start = recording.started if recording.clock is None else recording.clock
-    return lambda time: time + start
-
-
 def _by_time_of_day(recordings: Sequence[Recording], first: str, name: str) -> Difference:
     """Return how far two clocks are apart if both hosts know the time of day."""
 
     def to_epoch(clock: str) -> float:
         one = next(r for r in recordings if clock_name(r) == clock)
-        return float(one.started - (one.started if one.clock is None else one.clock))
+        return float(one.started - one.start)
 
     return Difference((0.0,), (to_epoch(first) - to_epoch(name),))
 

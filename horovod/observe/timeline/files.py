@@ -1,6 +1,7 @@
 """Read the file of one rank, even of a rank that was killed or of an earlier version.
 
-`recording` uses this, and interprets the events.
+Here are also the names in such a file that `recorder` and the readers share. `recording` interprets
+the events.
 """
 
 from __future__ import annotations
@@ -9,6 +10,18 @@ import json
 from typing import Any
 
 Event = dict[str, Any]
+
+START_TIME = "start_time_since_epoch_in_micros"
+NEGOTIATE = "NEGOTIATE_"  # begins the name of the event before a collective
+
+# Spans that upstream does not have.
+WAIT = "WAIT"  # a thread of the program waits for results
+STEP = "STEP"  # from the end of one exchange of gradients to the end of the next
+BACKWARD = "BACKWARD"  # from the first gradient of a step until they are waited for
+
+VERSION = 2  # version 1 has no spans, no clock and no numbers; upstream's files have no version
+
+_BETWEEN_EVENTS = tuple(" \t\r\n,\0")
 
 
 def load(path: str) -> list[Event]:
@@ -49,26 +62,17 @@ def _parse_whole(text: str) -> list[Event] | None:
 
 def _parse_events(text: str) -> list[Event] | None:
     """Return one event after the other, up to the one in which the file was cut."""
-    if not text.startswith("["):
-        return None
     decoder = json.JSONDecoder()
     events: list[Event] = []
     position = 1
-    while True:
-        while position < len(text) and text[position] in " \t\r\n,\0":
+    while text.startswith("["):
+        while text[position : position + 1] in _BETWEEN_EVENTS:
             position += 1
-        if position >= len(text) or text[position] == "]":
-            break
         try:
             event, position = decoder.raw_decode(text, position)
-        except ValueError:
-            if len(text) - position > _LONGEST_EVENT and not events:
-                return None
+        except ValueError:  # the end of the array, or of the file
             break
         if not isinstance(event, dict):
             return None
         events.append(event)
     return events or None
-
-
-_LONGEST_EVENT = 1 << 20  # characters: a longer text is not an event that was cut

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horovod.observe.timeline.clocks import align
-from horovod.observe.timeline.files import Event
-from horovod.observe.timeline.format import BACKWARD, NEGOTIATE, STEP, WAIT
+from horovod.observe.timeline.files import BACKWARD, NEGOTIATE, STEP, WAIT, Event
 from horovod.observe.timeline.matching import Match, match
+from horovod.observe.timeline.recorder import shortened
 from horovod.observe.timeline.recording import RecordedCollective, Recording, read_recordings
 
 ROWS_OF_A_RANK = 1000  # its threads are numbered from rank * this
@@ -121,9 +121,7 @@ def collective_slice(
     """Return the slice of a collective, with its negotiation, execution and phases inside."""
     about = {key: value for key, value in collective.about.items() if key != "names"}
     if "names" in collective.about:
-        names = collective.about["names"]
-        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        about["tensors"] = ", ".join(names[:MOST_NAMES]) + more
+        about["tensors"] = shortened(collective.about["names"], MOST_NAMES)
     last = collective.agreed if collective.started is None else collective.started
     end = collective.ended
     if end is None:
@@ -136,38 +134,34 @@ def collective_slice(
     whole = TraceSlice(title, began, max(began, round(end)), about)
     agreed = whole.ended if collective.agreed is None else round(collective.agreed)
     if collective.started is None or collective.agreed is not None:
-        name = NEGOTIATE + collective.kind
-        whole.inner.append(_inside(whole, name, began, agreed, _readiness(collective, match_of)))
+        negotiation = _inside(whole, NEGOTIATE + collective.kind, began, agreed)
+        negotiation.about = _readiness(match_of.get(id(collective)))
+        whole.inner.append(negotiation)
     if collective.started is not None:
-        run = _inside(whole, collective.kind, round(collective.started), whole.ended, {})
+        run = _inside(whole, collective.kind, round(collective.started), whole.ended)
         for phase in collective.phases:
-            run.inner.append(_inside(run, phase.name, round(phase.began), round(phase.ended), {}))
+            run.inner.append(_inside(run, phase.what, round(phase.began), round(phase.ended)))
         whole.inner.append(run)
     return whole
 
 
-def _inside(
-    outer: TraceSlice, name: str, began: int, ended: int, about: dict[str, Any]
-) -> TraceSlice:
+def _inside(outer: TraceSlice, name: str, began: int, ended: int) -> TraceSlice:
     """Return a slice that is cut off where it would leave `outer`."""
     began = min(max(began, outer.began), outer.ended)
-    return TraceSlice(name, began, min(max(began, ended), outer.ended), about)
+    return TraceSlice(name, began, min(max(began, ended), outer.ended))
 
 
-def _readiness(collective: RecordedCollective, match_of: dict[int, Match]) -> dict[str, Any]:
+def _readiness(each: Match | None) -> dict[str, Any]:
     """Return when each rank submitted a collective, which explains a long negotiation."""
-    each = match_of.get(id(collective))
     if each is None or each.last_rank is None:
         return {}
     order = sorted(each.ready, key=lambda rank: each.ready[rank])
     first = each.ready[order[0]]
     shown = order if len(order) <= 8 else [*order[:4], *order[-4:]]
     told = [f"rank {rank} +{(each.ready[rank] - first) / 1000:.3f} ms" for rank in shown]
-    return {
-        "last rank": each.last_rank,
-        "later than the others by ms": round(each.lateness / 1000, 3),
-        "ready": ", ".join(told),
-    }
+    later = round(each.lateness / 1000, 3)
+    about = {"last rank": each.last_rank, "later than the others by ms": later}
+    return {**about, "ready": ", ".join(told)}
 
 
 def arrange_rows(slices: Sequence[TraceSlice], nested: bool) -> list[list[TraceSlice]]:

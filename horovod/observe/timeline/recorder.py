@@ -28,11 +28,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from horovod.common.logging import get_logger
-from horovod.observe.timeline.format import BACKWARD, START_TIME, STEP, VERSION, WAIT
-from horovod.observe.timeline.thread_times import ThreadTimes, allowed_cores, thread_times
+from horovod.observe.timeline.files import BACKWARD, NEGOTIATE, START_TIME, STEP, VERSION, WAIT
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +41,37 @@ log = get_logger(__name__)
 CLOSING = b"\n]\n"
 PAGE = 4096
 WAITING = "waiting"  # the row of waits
+
+
+class ThreadTimes(NamedTuple):
+    """Totals of a thread since it began, in seconds.
+
+    A step that is long because its core was taken looks like one that computes more, unless
+    somebody asks the kernel.
+    """
+
+    ran: float  # on a core
+    starved: float  # ready to run, and waiting for a core
+
+
+def thread_times() -> ThreadTimes | None:
+    """Return the times of the calling thread; None where the kernel does not tell."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
+            ran, starved = file.read(100).split()[:2]
+    except (OSError, ValueError):
+        return None
+    if ran == b"0":  # a kernel that has the file and does not count
+        return None
+    # For a running thread the file's own number is as old as the last tick, up to 10 ms.
+    return ThreadTimes(time.thread_time(), int(starved) / 1e9)
+
+
+def allowed_cores() -> list[int] | None:
+    """Return the numbers of the cores on which this process may run; None where unknown."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
+    return sorted(os.sched_getaffinity(0))
 
 
 class Timeline:
@@ -75,7 +105,6 @@ class Timeline:
         self._pids: dict[str, int] = {}
         self._times: dict[str, tuple[int, ThreadTimes]] = {}  # after a row's last step; its thread
         self._descriptor: int | None = None
-        self._reported = False
         self._end = 0  # where the closing bracket stands, and the next event goes
         self._separator = b"[\n"
         self._started = time.perf_counter_ns()
@@ -84,7 +113,7 @@ class Timeline:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             self._descriptor = os.open(self.path, flags, 0o644)
         except OSError as error:
-            self._report(error)
+            self._warn(error)
             return
         with self._lock:
             origin: dict[str, object] = {START_TIME: epoch, "rank": rank, "size": size}
@@ -98,7 +127,7 @@ class Timeline:
 
     def negotiate_start(self, name: str, kind: str) -> None:
         """Record that the tensor was submitted here: agreement with other ranks begins."""
-        self._begin(name, f"NEGOTIATE_{kind.upper()}")
+        self._begin(name, NEGOTIATE + kind.upper())
 
     def rank_ready(self, name: str, rank: int, at: float, number: int) -> None:
         """Record when a rank had submitted the tensor; that becomes known only later.
@@ -223,7 +252,12 @@ class Timeline:
     def close(self) -> None:
         """Stop recording. The file is complete already; later events are dropped."""
         with self._lock:
-            self._release()
+            descriptor, self._descriptor = self._descriptor, None
+            try:
+                if descriptor is not None:
+                    os.close(descriptor)
+            except OSError as error:
+                self._warn(error)
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -265,32 +299,19 @@ class Timeline:
             if written < len(data):
                 raise OSError(f"only {written} of {len(data)} bytes could be written")
         except OSError as error:
-            self._report(error)
-            self._cut_back()
+            self._warn(error)
+            # Drop a half-written event, so that what was recorded before stays readable.
+            with contextlib.suppress(OSError):  # already reported: the same disk refused just now
+                os.ftruncate(self._descriptor, self._end)
+                os.pwrite(self._descriptor, CLOSING, self._end)
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
             return
         self._end += len(data) - len(CLOSING)
         self._separator = b",\n"
 
-    def _cut_back(self) -> None:
-        """Drop a half-written event, so that what was recorded before stays readable."""
-        assert self._descriptor is not None
-        with contextlib.suppress(OSError):  # already reported: the same disk refused just now
-            os.ftruncate(self._descriptor, self._end)
-            os.pwrite(self._descriptor, CLOSING, self._end)
-        self._release()
-
-    def _release(self) -> None:
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            try:
-                os.close(descriptor)
-            except OSError as error:
-                self._report(error)
-
-    def _report(self, error: OSError) -> None:
-        if self._reported:
-            return
-        self._reported = True
+    def _warn(self, error: OSError) -> None:
         log.warning(
             "The timeline stops here: %s could not be written (%s). Training goes on; to record "
             "one, name a file in an existing folder with free space.",

@@ -12,20 +12,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from horovod.observe.timeline.files import Event, load
-from horovod.observe.timeline.format import BACKWARD, DEVICES, NEGOTIATE, START_TIME, STEP, WAIT
+from horovod.observe.timeline.files import BACKWARD, NEGOTIATE, START_TIME, STEP, WAIT, Event, load
 
 Otherwise = TypeVar("Otherwise", int, None)
 Key = tuple[int, int, str]  # process set, number in it, name: one collective on all its ranks
 
+DEVICES = ("NCCL", "XCCL")  # transports whose collectives run on a device, by its clock
+
 
 @dataclass
-class Phase:
-    """A part of a collective, such as the copy into the fusion buffer."""
+class TimeSpan:
+    """A stretch of time of the program, or of a collective."""
 
-    name: str
     began: float
     ended: float
+    number: int = 0  # the number of the step
+    what: str = ""  # what the program waits for, or what a collective does in this phase
+    ran: float | None = None  # how long the step's thread had a core; None where unknown
+    starved: float | None = None  # how long it was ready to run and had none
 
 
 @dataclass
@@ -39,7 +43,7 @@ class RecordedCollective:
     agreed: float | None = None  # when all ranks had agreed to run it
     started: float | None = None  # None for barriers in upstream's files
     ended: float | None = None
-    phases: list[Phase] = field(default_factory=list)
+    phases: list[TimeSpan] = field(default_factory=list)  # e.g. copying to the fusion buffer
     ready: dict[int, float] = field(default_factory=dict)  # when each rank had submitted it
     about: dict[str, Any] = field(default_factory=dict)  # dtype, shape, count, bytes, tensors
 
@@ -49,7 +53,7 @@ class RecordedCollective:
 
         Only collectives on which ranks agreed have a number.
         """
-        return self.key[0] < 0 and any(phase.name.startswith(DEVICES) for phase in self.phases)
+        return self.key[0] < 0 and any(phase.what.startswith(DEVICES) for phase in self.phases)
 
     @property
     def met(self) -> float | None:
@@ -62,18 +66,6 @@ class RecordedCollective:
         if isinstance(self.about.get("bytes"), int):
             return int(self.about["bytes"])
         return bytes_of(self.about.get("dtype"), self.about.get("shape"))
-
-
-@dataclass
-class TimeSpan:
-    """A stretch of time of the program."""
-
-    began: float
-    ended: float
-    number: int = 0  # the number of the step
-    what: str = ""  # what the program waits for
-    ran: float | None = None  # how long the step's thread had a core; None where unknown
-    starved: float | None = None  # how long it was ready to run and had none
 
 
 @dataclass
@@ -96,6 +88,11 @@ class Recording:
     cycles: list[float] = field(default_factory=list)
     tensors: dict[str, list[str]] = field(default_factory=dict)  # by row, for groups
     ended: float = 0.0  # the last time in the file
+
+    @property
+    def start(self) -> int:
+        """The time at which it began, on the clock of its host if that is known."""
+        return self.started if self.clock is None else self.clock
 
 
 def read_recordings(paths: Sequence[str]) -> list[Recording]:
@@ -165,7 +162,7 @@ class _Reader:
         self._open: dict[str, RecordedCollective] = {}  # by row
         self._last: dict[str, RecordedCollective] = {}  # by row
         self._numbered: dict[tuple[str, int], RecordedCollective] = {}
-        self._phases: dict[str, list[Phase | None]] = {}  # what is open in each row
+        self._phases: dict[str, list[TimeSpan | None]] = {}  # what is open in each row
 
     def take(self, event: Event, row: str) -> None:
         """Take the next event of a row."""
@@ -195,7 +192,7 @@ class _Reader:
             current.started = time
             stack.append(None)
             return
-        part = Phase(what, time, time)
+        part = TimeSpan(time, time, what=what)
         stack.append(part)
         if current is not None:
             current.phases.append(part)

@@ -6,22 +6,22 @@ import re
 from pathlib import Path
 
 from horovod.observe.dashboard import page
-from horovod.observe.reports.styles import style_sheet
 
+REPORTS = Path(page.__file__).parents[1] / "reports"
+STYLE = (REPORTS / "style.css").read_text()
 SOURCES = [Path(page.__file__).with_name(name) for name in ("page.html", *page._SCRIPTS)]
 
 
 def test_every_colour_is_there_in_light_and_dark():
-    light, dark = re.findall(r":root \{(.*?)\}", style_sheet(), re.DOTALL)
+    light, dark = re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)
     named = [set(re.findall(r"--([\w-]+): #", block)) for block in (light, dark)]
     assert named[0] == named[1]
-    used = set(re.findall(r"var\(--([\w-]+)\)", style_sheet()))
+    used = set(re.findall(r"var\(--([\w-]+)\)", STYLE))
     assert used <= named[0] | {"mono", "part"}
     assert named[0] <= used, "a colour that nothing has"
 
 
 def test_colours_are_named_in_the_style_sheet_alone():
-    rest = style_sheet()[style_sheet().index("* { box-sizing") :]
-    report = Path(page.__file__).parents[1] / "reports"
-    for text in [rest, *(p.read_text() for p in [*SOURCES, *report.glob("*.py")])]:
+    rest = STYLE[STYLE.index("* { box-sizing") :]
+    for text in [rest, *(p.read_text() for p in [*SOURCES, *REPORTS.glob("*.py")])]:
         assert re.findall(r"#[0-9a-f]{6}\b", text) == []

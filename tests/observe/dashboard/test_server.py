@@ -17,10 +17,10 @@ pytest.importorskip("aiohttp")
 
 from aiohttp.test_utils import make_mocked_request
 
-from horovod.observe.dashboard import connections, dashboard, page, server
+from horovod.observe.dashboard import dashboard, page, server
 from horovod.observe.dashboard.board import Board
-from horovod.observe.dashboard.connections import Connections, Guarded
-from horovod.observe.dashboard.tails import OutputTails
+from horovod.observe.dashboard.logs import OutputTails
+from horovod.observe.dashboard.server import Connections, Guarded
 from horovod.runner.output.lines import Line
 from tests.observe.dashboard.served import HANG, TOKEN, Served, served
 
@@ -358,7 +358,7 @@ def test_a_thousand_connections():
 def test_connections_leave_most_descriptors_to_the_job(monkeypatch: pytest.MonkeyPatch):
     limit = resource.RLIMIT_NOFILE
     monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 4096) if what == limit else 0)
-    assert connections.most_connections() == 256
+    assert server.most_connections() == 256
 
 
 def guarded(limits: Connections, monkeypatch: pytest.MonkeyPatch) -> Guarded:
@@ -401,7 +401,7 @@ def test_silent_and_slow_peers_are_dropped(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_reader_that_takes_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "_SLOW", 0.2)
+    monkeypatch.setattr(server, "_SLOW", 0.2)
     with served(size=128) as job:
         job.train(50)
         job.wait_for(lambda board: board["job"]["step"] == 50)

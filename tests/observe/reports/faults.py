@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from horovod.observe.reports.advice import advise
 from horovod.observe.reports.analysis import analyse
-from horovod.observe.reports.faults import Advice, Fault
+from horovod.observe.reports.losses import Advice, Fault
 from tests.observe.reports.simulated import SimulatedJob
 
 SIZES = (2, 4, 8)

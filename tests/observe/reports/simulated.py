@@ -23,7 +23,7 @@ import math
 import random
 from dataclasses import dataclass, field
 
-from horovod.observe.timeline.recording import Phase, RecordedCollective, Recording, TimeSpan
+from horovod.observe.timeline.recording import RecordedCollective, Recording, TimeSpan
 
 BUCKET = "allreduce.DistributedOptimizer.0.bucket 1 of 1 (b to a)"
 OPTIMIZER = "DistributedOptimizer.0"
@@ -170,13 +170,13 @@ class SimulatedJob:
             width = (done - mine) / self.operations
             label = f"{self.transport}_ALLREDUCE"
             phases = [
-                Phase(label, mine + index * width, mine + (index + 1) * width - 0.5)
+                TimeSpan(mine + index * width, mine + (index + 1) * width - 0.5, what=label)
                 for index in range(self.operations)
             ]
             key = (0, number, name)
             if self.on_devices:
                 key, mine = (-1, number, name), ready[rank]
-                phases = [Phase(label, mine, done)]
+                phases = [TimeSpan(mine, done, what=label)]
             about = {"bytes": nbytes, "count": self.operations, "names": list(self.tensors)}
             each = RecordedCollective(name, "ALLREDUCE", key, ready[rank], mine, mine, done, phases)
             each.about = about

@@ -6,9 +6,9 @@ import pytest
 
 from horovod.observe.reports.advice import advise, verdict
 from horovod.observe.reports.analysis import Analysis, analyse
-from horovod.observe.reports.faults import Advice, Fault
+from horovod.observe.reports.losses import Advice, Fault
 from horovod.observe.timeline.clocks import align
-from horovod.observe.timeline.recording import Phase, RecordedCollective, interpret
+from horovod.observe.timeline.recording import RecordedCollective, TimeSpan, interpret
 from tests.observe.reports.faults import JOBS
 from tests.observe.reports.simulated import SimulatedJob
 from tests.observe.timeline.made import MadeJob, with_slow_rank
@@ -128,9 +128,9 @@ def test_collectives_that_are_fused_and_upstreams_that_overlap_are_one_operation
         made = []
         for index, (began, ended) in enumerate(phases):
             each = RecordedCollective(f"t{index}", "ALLREDUCE", (0, index, "t"), began)
-            each.phases = [Phase("GLOO_ALLREDUCE", began, ended)]
+            each.phases = [TimeSpan(began, ended, what="GLOO_ALLREDUCE")]
             made.append(each)
-        made[0].phases.append(Phase("MEMCPY_IN_FUSION_BUFFER", 0.0, 1.0))
+        made[0].phases.append(TimeSpan(0.0, 1.0, what="MEMCPY_IN_FUSION_BUFFER"))
         return made
 
     job = SimulatedJob(1, 2, steps=6)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from horovod.observe.reports import intervals
+from horovod.observe.reports import splitting
 from horovod.observe.reports.advice import advise, verdict
 from horovod.observe.reports.analysis import analyse
-from horovod.observe.reports.long_steps import Where
+from horovod.observe.reports.losses import Where
 from horovod.observe.reports.splitting import PARTS
 from horovod.observe.timeline.clocks import align
 from horovod.observe.timeline.recording import interpret
@@ -166,13 +166,13 @@ def moments(stretches) -> set[int]:
 
 @given(STRETCHES, STRETCHES, st.integers(0, 60), st.integers(0, 60))
 def test_sets_of_time(one, other, began, ended):
-    left, right = intervals.union(one), intervals.union(other)
+    left, right = splitting.union(one), splitting.union(other)
     assert moments(left) == moments(one)
     assert all(a[1] < b[0] for a, b in pairwise(left))
-    assert moments(intervals.intersection(left, right)) == moments(left) & moments(right)
-    assert moments(intervals.difference(left, right)) == moments(left) - moments(right)
-    assert moments(intervals.clip(left, began, ended)) == moments(left) & set(range(began, ended))
-    assert intervals.length(left) == len(moments(left))
+    assert moments(splitting.intersection(left, right)) == moments(left) & moments(right)
+    assert moments(splitting.difference(left, right)) == moments(left) - moments(right)
+    assert moments(splitting.clip(left, began, ended)) == moments(left) & set(range(began, ended))
+    assert splitting.length(left) == len(moments(left))
 
 
 def test_what_is_reduced_while_a_rank_is_still_missing_elsewhere_is_hidden_by_its_delay():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from horovod.observe.reports.faults import Fault
+from horovod.observe.reports.losses import Fault
 from tests.observe.reports.faults import JOBS, SIZES, advice_on, count_right
 
 SEEDS = 20

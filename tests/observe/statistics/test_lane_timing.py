@@ -96,7 +96,7 @@ def test_the_timeline_has_steps_and_buckets_by_the_devices_clock(tmp_path: Path)
         assert first.ended - first.started == pytest.approx(250_000, abs=2)
         assert second.started == pytest.approx(first.ended, abs=2), "it waited for the first"
         assert second.submitted < second.started
-        assert [phase.name for phase in first.phases] == ["NCCL_ALLREDUCE"]
+        assert [phase.what for phase in first.phases] == ["NCCL_ALLREDUCE"]
         assert first.is_direct
         assert first.met == first.ended
     assert all(each.ran is None and each.starved is None for each in steps)

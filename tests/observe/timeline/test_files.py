@@ -140,7 +140,7 @@ def test_a_cut_file_of_upstreams(tmp_path):
     assert (first.submitted, first.agreed, first.started, first.ended) == (100, 410, 420, 510)
     assert first.ready == {0: 100, 1: 400}
     assert first.nbytes == 80
-    assert [phase.name for phase in first.phases] == ["MEMCPY_IN_FUSION_BUFFER", "NCCL_ALLREDUCE"]
+    assert [phase.what for phase in first.phases] == ["MEMCPY_IN_FUSION_BUFFER", "NCCL_ALLREDUCE"]
     assert (barrier.agreed, barrier.started, barrier.ended) == (700, None, None)
     assert (cut.submitted, cut.agreed) == (800, None)
 

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 
 from horovod.observe.timeline import recorder as timeline
 from horovod.observe.timeline.files import load
-from horovod.observe.timeline.recorder import Timeline, path_of_rank
-from horovod.observe.timeline.thread_times import ThreadTimes, thread_times
+from horovod.observe.timeline.recorder import ThreadTimes, Timeline, path_of_rank, thread_times
 from tests.effort import examples
 
 

@@ -1,11 +1,14 @@
-"""Log what happened to a job and when: workers lost and joined, generations formed, stragglers.
+"""Keep what happened to a job and when, and the last lines of what its workers wrote.
 
-`board` holds an `EventLog`, and `dashboard` adds the launcher's events (those of --status-file) to
-it. Its memory is bounded: the oldest events are dropped first.
+`board` holds an `EventLog`: workers lost and joined, generations formed, stragglers. `dashboard`
+adds the launcher's events (those of --status-file) to it, and holds the `OutputTails`. Memory is
+bounded: what is oldest is dropped first.
 """
 
 from __future__ import annotations
 
+import re
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 from horovod.observe.dashboard.reports import text
 from horovod.observe.dashboard.stragglers import Straggler
 from horovod.observe.reports.amounts import count_of
+from horovod.runner.output.lines import Line
 from horovod.runner.output.report import format_ranks
 
 _MOST = 400
@@ -27,6 +31,12 @@ _KIND_OF_EVENT = {
     "waiting": "host",
     "starting": "host",
 }
+
+_KEPT_LINES = 200
+_KEPT_WORKERS = 1024
+_LONGEST = 400
+_SAVED_LINES = 20_000  # lines of all workers together, in a saved page
+_ESCAPES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
 
 class EventLog:
@@ -63,30 +73,29 @@ class EventLog:
 
     def stragglers(self, kind: str, findings: Mapping[int, Straggler], now: float) -> None:
         """Log ranks that begin to hold others up, all for the same kind of reason."""
-        new = {
-            rank: finding
-            for rank, finding in findings.items()
-            if now - self._announced.get((rank, kind), -_QUIET) >= _QUIET
-        }
-        self._announced |= dict.fromkeys(((rank, kind) for rank in new), now)
-        if len(new) > _MOST_SINGLE:  # such as all ranks of a host
-            first = next(iter(new.values()))
-            self.add("slow", f"{len(new)} ranks ({format_ranks(list(new))}): {first.text}", now)
-        else:
-            for rank, finding in new.items():
-                self.add("slow", f"rank {rank}: {finding.text}", now)
+        self._announce("slow", kind, {r: f": {each.text}" for r, each in findings.items()}, now)
         if len(self._announced) > 4 * _MOST:
             self._announced = {k: at for k, at in self._announced.items() if now - at < _QUIET}
 
     def recovered(self, ranks: Sequence[int], now: float) -> None:
         """Log ranks that do not hold others up any more."""
-        new = [rank for rank in ranks if now - self._announced.get((rank, ""), -_QUIET) >= _QUIET]
-        self._announced |= dict.fromkeys(((rank, "") for rank in new), now)
-        if len(new) > _MOST_SINGLE:
-            self.add("well", f"{len(new)} ranks ({format_ranks(new)}) keep up again", now)
+        told = dict.fromkeys(ranks, " keeps up again")
+        self._announce("well", "", told, now, together=" keep up again")
+
+    def _announce(
+        self, kind: str, reason: str, told: Mapping[int, str], now: float, together: str = ""
+    ) -> None:
+        """Log what is told of each rank, except of ranks of which it was told a moment ago."""
+        new = [
+            rank for rank in told if now - self._announced.get((rank, reason), -_QUIET) >= _QUIET
+        ]
+        self._announced |= dict.fromkeys(((rank, reason) for rank in new), now)
+        if len(new) > _MOST_SINGLE:  # such as all ranks of a host
+            what = together or told[new[0]]
+            self.add(kind, f"{len(new)} ranks ({format_ranks(new)}){what}", now)
         else:
             for rank in new:
-                self.add("well", f"rank {rank} keeps up again", now)
+                self.add(kind, f"rank {rank}{told[rank]}", now)
 
     # -- events of the launcher ------------------------------------------------------------
 
@@ -127,3 +136,44 @@ class EventLog:
         message = details.get("message")
         if event in _KIND_OF_EVENT and isinstance(message, str):
             self.add(_KIND_OF_EVENT[event], message, now)
+
+
+class OutputTails:
+    """The last lines of each worker, numbered so that a page asks for newer ones only.
+
+    The launcher's thread adds lines, and the page's thread reads them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tails: dict[int, deque[tuple[int, str, bytes]]] = {}
+        self._numbers: dict[int, int] = {}
+
+    def add(self, worker: int, stream: str, lines: Sequence[Line]) -> None:
+        with self._lock:
+            tail = self._tails.get(worker)
+            if tail is None:
+                tail = self._tails[worker] = deque(maxlen=_KEPT_LINES)
+                if len(self._tails) > _KEPT_WORKERS:  # forget the oldest worker
+                    self._tails.pop(next(iter(self._tails)))
+            for line in lines:
+                if line.end != b"\r":  # a progress bar is drawn many times a second
+                    number = self._numbers[worker] = self._numbers.get(worker, 0) + 1
+                    tail.append((number, stream, line.text[: 2 * _LONGEST]))
+
+    def since(self, worker: int, number: int) -> list[list[Any]]:
+        """Return number, stream and text of a worker's lines after the line with this number."""
+        with self._lock:
+            lines = list(self._tails.get(worker, ()))
+        shown = [(n, stream, _ESCAPES.sub(b"", line)) for n, stream, line in lines if n > number]
+        return [
+            [n, stream, text(line.decode(errors="replace").expandtabs(8), _LONGEST)]
+            for n, stream, line in shown
+        ]
+
+    def all(self) -> dict[str, list[list[Any]]]:
+        """Return the last lines of all workers, for a page that is saved."""
+        with self._lock:
+            workers = list(self._tails)
+        most = max(10, _SAVED_LINES // max(1, len(workers)))
+        return {str(worker): self.since(worker, 0)[-most:] for worker in workers}
