@@ -31,6 +31,8 @@ class DeadLink:
     pid = 0
     unsent = False
 
+    def announce_agent(self, length: int) -> None: ...
+
     def write(self, data: memoryview) -> int:
         return len(data)
 
