@@ -18,13 +18,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Samples = Sequence[tuple[Mapping[str, str], float]]
 """The values of one name, each with its labels."""
 
-_JOB = {
-    "ranks": "Ranks of the job.",
-    "generation": "Generation of an elastic job; 0 in a fixed one.",
-    "job_start_time_seconds": "When the job began, since the epoch.",
-    "job_ended": "1 after the job's end.",
-}
-
 
 def render(board: Board, now: float | None = None) -> str:
     """Return the text that a scrape gets."""
@@ -35,14 +28,20 @@ def render(board: Board, now: float | None = None) -> str:
             lines += [f"# HELP horovod_{name} {meaning}", f"# TYPE horovod_{name} {kind}"]
         for labels, value in samples:
             inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
-            lines.append(f"horovod_{name}{f'{{{inside}}}' if inside else ''} {value!r}")
+            where = f"{{{inside}}}" if inside else ""
+            lines.append(f"horovod_{name}{where} {value!r}")
     return "\n".join(lines) + "\n"
 
 
 def _metrics(board: Board, now: float) -> Iterator[tuple[str, str, str, Samples]]:
     """Yield each name with its kind, "counter" or "gauge", its meaning and its samples."""
-    job = len(board.ranks), board.generation, board.started, int(board.ended is not None)
-    for (name, meaning), value in zip(_JOB.items(), job, strict=True):
+    job = {
+        "ranks": ("Ranks of the job.", len(board.ranks)),
+        "generation": ("Generation of an elastic job; 0 in a fixed one.", board.generation),
+        "job_start_time_seconds": ("When the job began, since the epoch.", board.started),
+        "job_ended": ("1 after the job's end.", int(board.ended is not None)),
+    }
+    for name, (meaning, value) in job.items():
         yield name, "gauge", meaning, [({}, value)]
     totals = [({"kind": kind}, number) for kind, number in sorted(board.events.totals.items())]
     yield "events_total", "counter", "What happened, by kind.", totals

@@ -1,6 +1,6 @@
 """Read the file of one rank, even of a rank that was killed or of an earlier version.
 
-Here are also the names in such a file that `recorder` and the readers share. `recording` interprets
+The names in such a file that `recorder` and the readers share are here, too. `recording` interprets
 the events.
 """
 
