@@ -12,11 +12,6 @@ from typing import Any
 
 import torch
 
-from horovod.lightning.current_device import (
-    current_accelerator,
-    device_count,
-    set_device_index,
-)
 from horovod.lightning.flavours import Flavour, join_with_base
 
 
@@ -31,7 +26,7 @@ class Accelerator:
 
     def setup_device(self, device: torch.device) -> None:
         if device.type != "cpu":
-            set_device_index(device.index or 0)
+            _set_device_index(device.index or 0)
 
     def setup(self, trainer: Any) -> None:
         """Do nothing: `setup_device` prepares all that is needed."""
@@ -75,6 +70,32 @@ class Accelerator:
     @staticmethod
     def name() -> str:
         return "horovod"
+
+
+# -- torch.accelerator; torch before 2.6 lacks it, and CUDA alone is looked for ------------------
+
+
+def current_accelerator() -> torch.device | None:
+    """Return the type of device that is available, or None."""
+    if hasattr(torch, "accelerator"):
+        accelerator = torch.accelerator
+        return accelerator.current_accelerator() if accelerator.is_available() else None
+    return torch.device("cuda") if torch.cuda.is_available() else None
+
+
+def device_count() -> int:
+    """Return the number of devices that this process sees."""
+    if hasattr(torch, "accelerator"):
+        return torch.accelerator.device_count()
+    return torch.cuda.device_count()
+
+
+def _set_device_index(index: int) -> None:
+    """Make this the current device."""
+    if hasattr(torch, "accelerator"):
+        torch.accelerator.set_device_index(index)
+    else:
+        torch.cuda.set_device(index)
 
 
 def _kind() -> str:

@@ -92,7 +92,7 @@ class Environment:
         return self._main_endpoint
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Do nothing: the strategies check these settings, in `horovod.lightning.devices`."""
+        """Do nothing: the strategies check these settings, in `horovod.lightning.base`."""
 
     def teardown(self) -> None:
         """Leave the engine running: a program may fit again, or call collectives itself."""

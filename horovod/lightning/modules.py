@@ -1,4 +1,4 @@
-"""Checks a module before training, and makes it the same on all ranks."""
+"""Checks a module before training, and prepares it: the same on all ranks, with SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import hashlib
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import horovod.torch as hvd
 from horovod.common.process_sets import ProcessSet
 from horovod.lightning.collectives import without_inference_mode
+from horovod.lightning.flavours import Flavour
 from horovod.torch.optimizers.checks import first_difference, takes_part
 
 
@@ -114,3 +116,37 @@ def _broadcast(tensors: dict[str, torch.Tensor], process_set: ProcessSet) -> Non
         ]
         for handle in handles:
             hvd.synchronize(handle)
+
+
+def choose_layer_sync(plugin: Any, flavour: Flavour, process_set: ProcessSet) -> Any:
+    """Return the plugin for ``Trainer(sync_batchnorm=True)``: ours in place of Lightning's own."""
+    default = flavour.trainer_part("plugins.layer_sync").TorchSyncBatchNorm
+    return HorovodSyncBatchNorm(process_set) if type(plugin) is default else plugin
+
+
+class HorovodSyncBatchNorm:
+    """Replaces the batch normalisation layers of a module, and puts them back after training."""
+
+    def __init__(self, process_set: ProcessSet) -> None:
+        self._process_set = process_set
+        self._replaced_layers: list[tuple[Any, str, Any]] = []  # parent, name in it, layer
+
+    def apply(self, model: torch.nn.Module) -> Any:
+        self._replaced_layers = [
+            (module, name, child)
+            for module in model.modules()
+            for name, child in module._modules.items()
+            if isinstance(child, _BatchNorm) and not isinstance(child, hvd.SyncBatchNorm)
+        ]
+        return hvd.SyncBatchNorm.convert_sync_batchnorm(model, self._process_set)
+
+    def revert(self, model: torch.nn.Module) -> Any:
+        """Put the original layers back, with the values that were learned meanwhile."""
+        for module, name, layer in self._replaced_layers:
+            trained = module._modules[name]
+            # Parameters are the same objects; buffers may have been moved to another device.
+            layer._parameters, layer._buffers = trained._parameters, trained._buffers
+            layer.train(trained.training)
+            module._modules[name] = layer
+        self._replaced_layers = []
+        return model

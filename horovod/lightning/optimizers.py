@@ -74,10 +74,6 @@ class Optimizers:
                     scheduler.optimizer = wrapped
                     self._adopted_schedulers.append((scheduler, original))
 
-    def has_optimizers(self) -> bool:
-        """Return whether any optimizer is wrapped now."""
-        return bool(self._wrapped)
-
     def release(self) -> list[Any]:
         """Undo the wrapping after training, and return the original optimizers with their state.
 

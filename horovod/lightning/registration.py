@@ -95,12 +95,12 @@ def _register(module: ModuleType) -> None:
     if kind == "trainer":
         connector = module._AcceleratorConnector
         strategies, accelerators = module.StrategyRegistry, module.AcceleratorRegistry
-        strategy_class, accelerator_class = _trainer_strategy_class, accelerator.accelerator_class
+        accelerator_class = accelerator.accelerator_class
     else:
         connector = module._Connector
         strategies, accelerators = module.STRATEGY_REGISTRY, module.ACCELERATOR_REGISTRY
-        strategy_class = _fabric_strategy_class
         accelerator_class = accelerator.fabric_accelerator_class
+    strategy_class = functools.partial(_strategy_class, kind)
     if getattr(connector.__init__, "knows_horovod", False):
         return
     note = "Horovod: gradients averaged over all ranks of the job"
@@ -113,16 +113,12 @@ def _register(module: ModuleType) -> None:
     _patch_connector(connector, flavour, strategy_class, accelerator_class)
 
 
-def _trainer_strategy_class(flavour: Flavour) -> Any:
-    from horovod.lightning.strategy import trainer_strategy_class
+def _strategy_class(kind: str, flavour: Flavour) -> Any:
+    from horovod.lightning import fabric, strategy
 
-    return trainer_strategy_class(flavour)
-
-
-def _fabric_strategy_class(flavour: Flavour) -> Any:
-    from horovod.lightning.fabric import fabric_strategy_class
-
-    return fabric_strategy_class(flavour)
+    if kind == "trainer":
+        return strategy.trainer_strategy_class(flavour)
+    return fabric.fabric_strategy_class(flavour)
 
 
 def _patch_connector(
@@ -137,10 +133,8 @@ def _patch_connector(
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         if _requests_horovod(bound.arguments):
-            from horovod.lightning.arguments import resolve_arguments
-
             bound.arguments.update(
-                resolve_arguments(bound.arguments, flavour, strategy_class, accelerator_class)
+                _resolve_arguments(bound.arguments, flavour, strategy_class, accelerator_class)
             )
         original(*bound.args, **bound.kwargs)
 
@@ -154,3 +148,43 @@ def _requests_horovod(arguments: dict[str, Any]) -> bool:
         (isinstance(given, str) and given.lower() == NAME) or hasattr(given, "is_horovod")
         for given in (arguments.get("strategy"), arguments.get("accelerator"))
     )
+
+
+def _resolve_arguments(
+    arguments: dict[str, Any], flavour: Flavour, strategy_class: Any, accelerator_class: Any
+) -> dict[str, Any]:
+    """Return the strategy and the accelerator with which to replace those in `arguments`.
+
+    `strategy_class` and `accelerator_class` make the classes for a flavour.
+    """
+    strategy, accelerator = arguments["strategy"], arguments["accelerator"]
+    flavour.require()
+    kind = strategy_class(flavour)
+    if hasattr(strategy, "is_horovod"):
+        # A strategy made for the other package, or for Fabric where this is a Trainer, has the same
+        # options, so an equal one is made. A strategy of the right class stays the same object,
+        # because the program may hold a reference to it.
+        if not isinstance(strategy, kind):
+            strategy = kind(**strategy.given_arguments)
+    elif str(strategy).lower() in (NAME, "auto"):
+        # Pass an object instead of the name: with a name Lightning would look for the launcher, and
+        # that look starts MPI in a process that has mpi4py.
+        strategy = kind()
+    else:
+        raise ValueError(
+            f"accelerator='horovod' chooses strategy='horovod' as well, and strategy={strategy!r} "
+            f"was given: leave one of the two out"
+        )
+    if isinstance(accelerator, str) and accelerator.lower() == NAME:
+        accelerator = _choose_accelerator(flavour, accelerator_class)
+    return {"strategy": strategy, "accelerator": accelerator}
+
+
+def _choose_accelerator(flavour: Flavour, accelerator_class: Any) -> Any:
+    """Return Lightning's own accelerator for this rank's device, or ours where it has none."""
+    from horovod.lightning.accelerator import current_accelerator
+
+    device = current_accelerator()
+    if device is None:
+        return "cpu"
+    return "cuda" if device.type == "cuda" else accelerator_class(flavour)()

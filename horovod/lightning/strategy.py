@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import horovod.torch as hvd
-from horovod.lightning import metrics, modules
+from horovod.lightning import modules
 from horovod.lightning.base import HorovodBase
+from horovod.lightning.collectives import connect_metrics
 from horovod.lightning.flavours import Flavour, join_with_base
-from horovod.lightning.sync_batch_norm import choose_layer_sync
 from horovod.lightning.uneven import watch_batches
 
 
@@ -114,7 +114,9 @@ class TrainerStrategy(HorovodBase):
             self._settle_accumulation(trainer)
         modules.check_usable(self.model)
         if fitting and self._layer_sync is not None and self._sync_applied is None:
-            self._sync_applied = choose_layer_sync(self._layer_sync, self.flavour, self.process_set)
+            self._sync_applied = modules.choose_layer_sync(
+                self._layer_sync, self.flavour, self.process_set
+            )
             self.model = self._sync_applied.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -127,7 +129,7 @@ class TrainerStrategy(HorovodBase):
             move = self.flavour.fabric_part("utilities.optimizer")._optimizers_to_device
             move(self.optimizers, self.root_device)
             self._batch_watcher = watch_batches(self, trainer)
-        self._disconnect_metrics = metrics.connect(self.model, self)
+        self._disconnect_metrics = connect_metrics(self.model, self)
 
     def _settle_accumulation(self, trainer: Any) -> None:
         """Give the Trainer our backward_passes_per_step, which it calls accumulate_grad_batches."""
@@ -245,8 +247,8 @@ class TrainerStrategy(HorovodBase):
         modules.share_buffers(self.lightning_module, self.process_set)
 
     def _release_optimizers(self) -> None:
-        if self._distributed_optimizers.has_optimizers():
-            self.optimizers = self._distributed_optimizers.release()
+        if originals := self._distributed_optimizers.release():
+            self.optimizers = originals
 
     def on_exception(self, exception: BaseException) -> None:
         """Do nothing: the base class gives advice for DistributedDataParallel."""

@@ -11,7 +11,7 @@ import torch
 
 from horovod.common.exceptions import HorovodInternalError
 from horovod.lightning.elastic import CommitCallback, TrainerState
-from horovod.lightning.elastic.sampler import EpochSampler
+from horovod.lightning.elastic.state import EpochSampler
 from tests.lightning.training import Net, dataset, loader, trainer, weights
 from tests.ranks import RankPool
 
