@@ -46,10 +46,8 @@ def allreduce(
 
     Args:
         tensor: Dense NDArray, with the same shape and type on all ranks.
-        average: Deprecated form of `op`: True means `Average`, False means `Sum`. Give only one of
-            the two.
-        name: Name by which the ranks match this operation. By default they match operations by the
-            order of their calls.
+        average: Deprecated, to be given instead of `op`: True for `Average`, False for `Sum`.
+        name: Ranks match operations by this name; without one, by the order of their calls.
         priority: Accepted for compatibility and ignored: calls run in their order.
         prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
         postscale_factor: Number that multiplies the result. The default is 1.
@@ -60,8 +58,7 @@ def allreduce(
         A new array like `tensor`, with the same bits on all ranks.
 
     Raises:
-        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
-            also a HorovodInternalError).
+        MXNetError: A wrong argument (also a ValueError), or a failure (HorovodInternalError, too).
         AssertionError: `op` is `Adasum`, which MXNet does not have.
 
     Examples:
@@ -85,10 +82,8 @@ def allreduce_(
 
     Args:
         tensor: Dense NDArray, with the same shape and type on all ranks. It is overwritten.
-        average: Deprecated form of `op`: True means `Average`, False means `Sum`. Give only one of
-            the two.
-        name: Name by which the ranks match this operation. By default they match operations by the
-            order of their calls.
+        average: Deprecated, to be given instead of `op`: True for `Average`, False for `Sum`.
+        name: Ranks match operations by this name; without one, by the order of their calls.
         priority: Accepted for compatibility and ignored: calls run in their order.
         prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
         postscale_factor: Number that multiplies the result. The default is 1.
@@ -99,8 +94,7 @@ def allreduce_(
         `tensor` itself.
 
     Raises:
-        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
-            also a HorovodInternalError).
+        MXNetError: A wrong argument (also a ValueError), or a failure (HorovodInternalError, too).
         AssertionError: `op` is `Adasum`, which MXNet does not have.
     """
     reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
@@ -120,12 +114,9 @@ def grouped_allreduce(
     """Reduce several arrays over all ranks as one operation, into new ones.
 
     Args:
-        tensors: List of dense NDArrays. They travel as one operation. An empty list is returned as
-            it is.
-        average: Deprecated form of `op`: True means `Average`, False means `Sum`. Give only one of
-            the two.
-        name: Name by which the ranks match this operation. By default they match operations by the
-            order of their calls.
+        tensors: List of dense NDArrays, which travel as one operation; it may be empty.
+        average: Deprecated, to be given instead of `op`: True for `Average`, False for `Sum`.
+        name: Ranks match operations by this name; without one, by the order of their calls.
         priority: Accepted for compatibility and ignored: calls run in their order.
         prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
         postscale_factor: Number that multiplies the result. The default is 1.
@@ -136,8 +127,7 @@ def grouped_allreduce(
         A list with the reduced arrays, in the order of `tensors`.
 
     Raises:
-        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
-            also a HorovodInternalError).
+        MXNetError: A wrong argument (also a ValueError), or a failure (HorovodInternalError, too).
         AssertionError: `op` is `Adasum`, which MXNet does not have.
     """
     reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)
@@ -157,12 +147,9 @@ def grouped_allreduce_(
     """Reduce several arrays over all ranks as one operation, in place.
 
     Args:
-        tensors: List of dense NDArrays. They travel as one operation. They are overwritten. An
-            empty list is returned as it is.
-        average: Deprecated form of `op`: True means `Average`, False means `Sum`. Give only one of
-            the two.
-        name: Name by which the ranks match this operation. By default they match operations by the
-            order of their calls.
+        tensors: List of dense NDArrays to overwrite, as one operation; it may be empty.
+        average: Deprecated, to be given instead of `op`: True for `Average`, False for `Sum`.
+        name: Ranks match operations by this name; without one, by the order of their calls.
         priority: Accepted for compatibility and ignored: calls run in their order.
         prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
         postscale_factor: Number that multiplies the result. The default is 1.
@@ -173,8 +160,7 @@ def grouped_allreduce_(
         A list with the arrays of `tensors`.
 
     Raises:
-        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
-            also a HorovodInternalError).
+        MXNetError: A wrong argument (also a ValueError), or a failure (HorovodInternalError, too).
         AssertionError: `op` is `Adasum`, which MXNet does not have.
     """
     reduction = Reduction(resolve_reduce_op(op, average), prescale_factor, postscale_factor)

@@ -53,8 +53,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
         params: Dict of arrays, such as those of `Module.get_params()`, or of gluon parameters, such
             as `block.collect_params()`.
         root_rank: Rank whose values all ranks get. The default is 0.
-        prefix: Text before the names of the operations, which tells the parameters of several
-            models apart. By default there is none.
+        prefix: Text before the operations' names, to tell several models apart. By default none.
 
     Raises:
         ValueError: `params` is neither of these, or a parameter is on several devices.

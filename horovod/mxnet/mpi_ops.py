@@ -38,8 +38,7 @@ def allgather(
 
     Args:
         tensor: Dense NDArray. All dimensions but the first must be the same on all ranks.
-        name: Name by which the ranks match this operation. By default they match operations by the
-            order of their calls.
+        name: Ranks match operations by this name; without one, by the order of their calls.
         priority: Accepted for compatibility and ignored: calls run in their order.
         process_set: Ranks that take part. By default all ranks do.
 
@@ -47,8 +46,7 @@ def allgather(
         A new array with the rows of all ranks, in the order of ranks.
 
     Raises:
-        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
-            also a HorovodInternalError).
+        MXNetError: A wrong argument (also a ValueError), or a failure (HorovodInternalError, too).
     """
     return grouped_allgather([tensor], name, priority, process_set)[0]
 
@@ -63,8 +61,7 @@ def grouped_allgather(
 
     Args:
         tensors: List of dense NDArrays. They travel as one operation.
-        name: Name by which the ranks match this operation. By default they match operations by the
-            order of their calls.
+        name: Ranks match operations by this name; without one, by the order of their calls.
         priority: Accepted for compatibility and ignored: calls run in their order.
         process_set: Ranks that take part. By default all ranks do.
 
@@ -72,8 +69,7 @@ def grouped_allgather(
         A list with the gathered arrays, in the order of `tensors`.
 
     Raises:
-        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
-            also a HorovodInternalError).
+        MXNetError: A wrong argument (also a ValueError), or a failure (HorovodInternalError, too).
     """
     if not tensors:
         return list(tensors)
@@ -96,10 +92,8 @@ def broadcast(
     Args:
         tensor: Dense NDArray, with the same shape and type on all ranks. The values of ranks other
             than the root are ignored.
-        root_rank: Rank whose array is sent. It is a rank of the whole job, also within a process
-            set.
-        name: Name by which the ranks match this operation. By default they match operations by the
-            order of their calls.
+        root_rank: Rank of the whole job, even within a process set, whose array is sent.
+        name: Ranks match operations by this name; without one, by the order of their calls.
         priority: Accepted for compatibility and ignored: calls run in their order.
         process_set: Ranks that take part. By default all ranks do.
 
@@ -107,8 +101,7 @@ def broadcast(
         A new array with the root's values.
 
     Raises:
-        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
-            also a HorovodInternalError).
+        MXNetError: A wrong argument (also a ValueError), or a failure (HorovodInternalError, too).
     """
     with mxnet_errors():
         wait = start_broadcast(
@@ -129,10 +122,8 @@ def broadcast_(
     Args:
         tensor: Dense NDArray, with the same shape and type on all ranks. On ranks other than the
             root it is overwritten.
-        root_rank: Rank whose array is sent. It is a rank of the whole job, also within a process
-            set.
-        name: Name by which the ranks match this operation. By default they match operations by the
-            order of their calls.
+        root_rank: Rank of the whole job, even within a process set, whose array is sent.
+        name: Ranks match operations by this name; without one, by the order of their calls.
         priority: Accepted for compatibility and ignored: calls run in their order.
         process_set: Ranks that take part. By default all ranks do.
 
@@ -140,8 +131,7 @@ def broadcast_(
         `tensor` itself.
 
     Raises:
-        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
-            also a HorovodInternalError).
+        MXNetError: A wrong argument (also a ValueError), or a failure (HorovodInternalError, too).
     """
     with mxnet_errors():
         wait = start_broadcast(tensor, root_rank, name, process_set, background=False)
@@ -182,8 +172,7 @@ def alltoall(
         tensor: Dense NDArray. All dimensions but the first must be the same on all ranks.
         splits: How many rows go to each rank: a list of integers or an int32 NDArray, with one
             number for each rank of the set. By default all ranks get the same number of rows.
-        name: Name by which the ranks match this operation. By default they match operations by the
-            order of their calls.
+        name: Ranks match operations by this name; without one, by the order of their calls.
         priority: Accepted for compatibility and ignored: calls run in their order.
         process_set: Ranks that take part. By default all ranks do.
 
@@ -192,8 +181,7 @@ def alltoall(
         int32 array with the number of rows that came from each rank.
 
     Raises:
-        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
-            also a HorovodInternalError).
+        MXNetError: A wrong argument (also a ValueError), or a failure (HorovodInternalError, too).
     """
     with mxnet_errors():
         source = movement_input(to_torch(tensor))
@@ -226,8 +214,7 @@ def reducescatter(
     Args:
         tensor: Dense NDArray, with the same shape and type on all ranks.
         op: `Average` (the default) or `Sum`.
-        name: Name by which the ranks match this operation. By default they match operations by the
-            order of their calls.
+        name: Ranks match operations by this name; without one, by the order of their calls.
         priority: Accepted for compatibility and ignored: calls run in their order.
         process_set: Ranks that take part. By default all ranks do.
         prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
@@ -237,8 +224,7 @@ def reducescatter(
         A new array with this rank's rows of the result.
 
     Raises:
-        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
-            also a HorovodInternalError).
+        MXNetError: A wrong argument (also a ValueError), or a failure (HorovodInternalError, too).
         AssertionError: `op` is neither `Average` nor `Sum`.
     """
     factors = prescale_factor, postscale_factor
@@ -259,8 +245,7 @@ def grouped_reducescatter(
     Args:
         tensors: List of dense NDArrays. They travel as one operation.
         op: `Average` (the default) or `Sum`.
-        name: Name by which the ranks match this operation. By default they match operations by the
-            order of their calls.
+        name: Ranks match operations by this name; without one, by the order of their calls.
         priority: Accepted for compatibility and ignored: calls run in their order.
         process_set: Ranks that take part. By default all ranks do.
         prescale_factor: Number that multiplies the arrays before the reduction. The default is 1.
@@ -270,8 +255,7 @@ def grouped_reducescatter(
         A list with this rank's rows of each array, in the order of `tensors`.
 
     Raises:
-        MXNetError: An argument is wrong (it is also a ValueError), or the operation failed (it is
-            also a HorovodInternalError).
+        MXNetError: A wrong argument (also a ValueError), or a failure (HorovodInternalError, too).
         AssertionError: `op` is neither `Average` nor `Sum`.
     """
     if op not in (Average, Sum):

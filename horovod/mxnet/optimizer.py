@@ -57,8 +57,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
             number after it; the result is still the average. The default is 1.
         num_groups: Number of operations in which the gradients that MXNet passes together are
             reduced. The default is 0: one operation for each gradient.
-        process_set: Ranks to average with. By default all ranks; a rank outside the set trains
-            on its own gradients.
+        process_set: Ranks to average with. By default all; others train on their own gradients.
 
     Raises:
         ValueError: `gradient_predivide_factor` is not positive, or `num_groups` is negative.
@@ -190,18 +189,14 @@ class DistributedTrainer(mx.gluon.Trainer):
             Each is on one device.
         optimizer: MXNet optimizer, or its name. If it is a `DistributedOptimizer`, the optimizer
             inside it is used, with a warning.
-        optimizer_params: Dict with arguments of the optimizer, if `optimizer` is a name. By default
-            there are none.
-        compression: Compressor for the gradients that travel, such as `Compression.fp16`. By
-            default nothing is compressed.
+        optimizer_params: Dict of its arguments, if `optimizer` is a name. By default none.
+        compression: Compressor for what is sent, such as `Compression.fp16`. By default none.
         gradient_predivide_factor: Divide the gradients by this number before the sum, and by size /
             number after it; the result is still the average. The default is 1.
-        prefix: Text before the names of the operations, which tells the gradients of several
-            trainers apart. By default there is none.
+        prefix: Text before the operations' names, to tell several trainers apart. By default none.
         num_groups: Number of operations in which the gradients are reduced; there are more if their
             types differ. The default is 0: one operation for each gradient.
-        process_set: Ranks to average with. By default all ranks; a rank outside the set trains
-            on its own gradients.
+        process_set: Ranks to average with. By default all; others train on their own gradients.
 
     Raises:
         ValueError: `params` is none of these, `gradient_predivide_factor` is not positive, or
