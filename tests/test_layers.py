@@ -299,10 +299,10 @@ def test_a_circle_is_seen(tmp_path: Path):
     ("module", "source", "allowed"),
     [
         ("horovod.torch.optimizer", "import horovod.tensorflow", False),
-        ("horovod.tensorflow.variables", "from horovod._keras import arrays", False),
-        ("horovod.tensorflow.variables", "from horovod.tensorflow import keras", False),
+        ("horovod.tensorflow.functions", "from horovod._keras import variables", False),
+        ("horovod.tensorflow.functions", "from horovod.tensorflow import keras", False),
         ("horovod._keras.elastic", "from horovod.tensorflow.elastic import x", False),
-        ("horovod._keras.elastic", "from horovod.tensorflow.variables import x", True),
+        ("horovod._keras.elastic", "from horovod.tensorflow.functions import x", True),
         ("horovod.tensorflow.keras.elastic", "from horovod._keras import elastic", True),
         ("horovod.jax.arrays", "import horovod.tensorflow", False),
         ("horovod.lightning.base", "import horovod.torch as hvd", True),

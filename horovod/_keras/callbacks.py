@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod._keras import learning_rate
-from horovod._keras.flavour import backend_of, is_tf_keras
-from horovod._keras.optimizer import is_distributed
+from horovod._keras.flavour import backend_of, is_tf_keras, keras_of
+from horovod._keras.optimizer import distribution_of
 from horovod._keras.variables import broadcast_model, raise_errors_of
 from horovod.common.exceptions import HorovodInternalError
 from horovod.common.logging import get_logger
@@ -43,10 +42,9 @@ def _disable_xla(model: Any) -> None:
     XLA cannot compile the exchange of gradients. A program that asks for ``jit_compile=True`` on
     other machines gets an error when the step is built.
     """
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or is_tf_keras(model) or backend_of(model) != "tensorflow":
+    if is_tf_keras(model) or backend_of(model) != "tensorflow":
         return
-    if not is_distributed(optimizer) or not model.jit_compile:
+    if distribution_of(getattr(model, "optimizer", None)) is None or not model.jit_compile:
         return
     if model._resolve_auto_jit_compile():
         model.jit_compile = False
@@ -138,6 +136,57 @@ def _average(logs: dict[str, Any]) -> None:
         start += value.size
 
 
+def _read_rate(model: Any) -> float:
+    """Return the learning rate of the model's optimizer."""
+    optimizer = model.optimizer
+    if is_tf_keras(optimizer):
+        return float(keras_of(optimizer).backend.get_value(optimizer.learning_rate))
+    return float(keras_of(optimizer).ops.convert_to_numpy(optimizer.learning_rate))
+
+
+def _change_rate(model: Any, rate: float, momentum_correction: bool) -> None:
+    """Set the learning rate; with `momentum_correction` also scale the accumulated momentum.
+
+    In Keras the accumulated momentum v contains the learning rate: v = m * v - rate * gradient.
+    After a change of the rate, v still has the scale of the old rate. Scaling v has the same effect
+    as scaling m for one step, which is not possible: m is a constant of the compiled step.
+    """
+    optimizer = model.optimizer
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if callable(getattr(inner, "_learning_rate", None)):
+        raise ValueError(
+            "the optimizer's learning rate is a schedule of its own, so that a callback cannot set "
+            "it: give the optimizer a number"
+        )
+    keras = keras_of(optimizer)
+    before = _read_rate(model)
+    if is_tf_keras(optimizer):
+        keras.backend.set_value(optimizer.learning_rate, rate)
+    else:
+        optimizer.learning_rate = rate
+    if momentum_correction and before > 0 and rate != before:
+        factor = rate / before
+        for variable in _momentum_variables(inner):
+            if is_tf_keras(optimizer):
+                value = keras.backend.get_value(variable)
+                keras.backend.set_value(variable, value * value.dtype.type(factor))
+            else:
+                variable.assign(keras.ops.multiply(variable, factor))
+
+
+def _momentum_variables(optimizer: Any) -> list[Any]:
+    """Return the variables that accumulate momentum; none if the optimizer has no such option."""
+    slots = getattr(optimizer, "_slots", None)
+    if isinstance(slots, dict):  # tf_keras.optimizers.legacy
+        return [each["momentum"] for each in slots.values() if "momentum" in each]
+    if not hasattr(optimizer, "momentum"):
+        return []
+    momentums = (
+        getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
+    )
+    return [variable for variable in momentums if variable is not None]
+
+
 class LearningRateScheduleCallbackBase(HorovodCallback):
     """Sets the learning rate to `initial_lr` times `multiplier(epoch)`.
 
@@ -212,11 +261,11 @@ class LearningRateScheduleCallbackBase(HorovodCallback):
 
     def _adjust(self, epoch: float) -> None:
         rate = self.initial_lr * self.multiplier(epoch)
-        learning_rate.change_rate(self.model, rate, self.momentum_correction)
+        _change_rate(self.model, rate, self.momentum_correction)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
-            logs["lr"] = learning_rate.read_rate(self.model)
+            logs["lr"] = _read_rate(self.model)
 
 
 class LearningRateWarmupCallbackBase(LearningRateScheduleCallbackBase):
@@ -259,7 +308,7 @@ class LearningRateWarmupCallbackBase(LearningRateScheduleCallbackBase):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0:
-            rate = learning_rate.read_rate(self.model)
+            rate = _read_rate(self.model)
             print(f"\nEpoch {epoch + 1}: the learning rate has warmed up to {rate:g}.")
 
 
@@ -271,6 +320,16 @@ class BestModelCheckpointBase:
     """
 
     filepath: Any
+
+    def __init__(self, save_weights_only: bool = False, **options: Any) -> None:
+        super().__init__(  # type: ignore[call-arg]
+            # Keras requires a name, which is removed below.
+            "best.weights.h5" if save_weights_only else "best.keras",
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            **options,
+        )
+        self.filepath = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         if not self.filepath:

@@ -216,7 +216,7 @@ class KerasStateBase(VariablesState):
     def _read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
         backend = backend_of(self.model)
         if backend == "tensorflow":
-            from horovod.tensorflow.variables import read_variables
+            from horovod.tensorflow.ops.bridge import read_variables
 
             return read_variables(variables)
         if backend == "torch":
@@ -229,7 +229,7 @@ class KerasStateBase(VariablesState):
     def _write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
         backend = backend_of(self.model)
         if backend == "tensorflow":
-            from horovod.tensorflow.variables import write_variables
+            from horovod.tensorflow.ops.bridge import write_variables
 
             write_variables(variables, values)
             return

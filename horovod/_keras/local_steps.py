@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod._keras.arrays import to_numpy, to_torch
 from horovod._keras.callbacks import HorovodCallback
-from horovod._keras.distribution import Distribution
 from horovod._keras.flavour import backend_of
-from horovod._keras.optimizer import reduction_among
+from horovod._keras.optimizer import distribution_of, reduction_among
+from horovod._keras.reduction import Distribution
 from horovod._keras.variables import (
     optimizer_variables,
     raise_errors_of,
     read_values,
+    to_numpy,
+    to_torch,
     write_values,
 )
 from horovod.common.local_steps import AVERAGING, HOST, OuterSGD, check_alike
@@ -239,10 +240,9 @@ class LocalStepsCallbackBase(HorovodCallback):
         return mirrored + self._state if fragment.number == 0 else mirrored
 
     def _read(self, mirrored: list[Mirrored]) -> None:
-        for (_, tensor), (_, value) in zip(
-            mirrored, _mirrored([variable for variable, _ in mirrored], self.model), strict=True
-        ):
-            tensor.copy_(value)
+        values = read_values([variable for variable, _ in mirrored], self.model)
+        for (_, tensor), value in zip(mirrored, values, strict=True):
+            tensor.copy_(to_torch(value))
 
     def _write(self, mirrored: list[Mirrored]) -> None:
         variables = [variable for variable, _ in mirrored]
@@ -275,15 +275,6 @@ class LocalStepsCallbackBase(HorovodCallback):
         """Go on from what `state_dict` returned; call it before `fit`."""
         self._steps, self._local_steps = state_dict["steps"], state_dict["local_steps"]
         self._saved = replace_nested(state_dict["fragments"], np.ndarray, torch.tensor)
-
-
-def distribution_of(optimizer: Any) -> Distribution | None:
-    """Return how an optimizer, or the one inside it, is distributed; None if it is not."""
-    for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
-        distribution: Distribution | None = getattr(type(each), "_hvd", None)
-        if distribution is not None:
-            return distribution
-    return None
 
 
 def torch_compression(compression: Any) -> type[Compressor]:

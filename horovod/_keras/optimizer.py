@@ -8,18 +8,20 @@ gradients before they are clipped, accumulated or checked for overflow; see `ker
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
-from horovod._keras.distribution import Distribution
 from horovod._keras.flavour import backend_of, is_optimizer, is_tf_keras
 from horovod._keras.rebuild import derive_class, rebuild, take_over
-from horovod._keras.reduction import HostReduction
+from horovod._keras.reduction import Distribution, HostReduction
 from horovod.common.compression import NoneCompressor
 from horovod.common.local_steps import OuterSGD
+from horovod.common.logging import get_logger
 from horovod.common.optimizer_options import OptimizerOptions, weights_of
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import ReduceOp
+
+logger = get_logger(__name__)
 
 
 def documented_as(other: Any) -> Callable[[Any], Any]:
@@ -75,8 +77,7 @@ def DistributedOptimizer(
         name: Name of the reductions; "DistributedOptimizer" by default.
         device_dense: Accepted for compatibility.
         device_sparse: Accepted for compatibility.
-        compression: How gradients are compressed on the way, such as `Compression.fp16`; not at all
-            by default.
+        compression: A compressor for what is sent, such as `Compression.fp16`; none by default.
         sparse_as_dense: Whether to turn sparse gradients into dense ones; False by default.
         gradient_predivide_factor: Divide gradients by this factor before the sum and by
             `size / factor` after it; the result is still the average. 1.0 by default.
@@ -86,8 +87,7 @@ def DistributedOptimizer(
             a group; None (the default) for a single group.
         backward_passes_per_step: The number of passes whose gradients are added up before the ranks
             exchange them and take a step; 1 by default.
-        average_aggregated_gradients: Whether to divide that sum by the number of passes; False by
-            default.
+        average_aggregated_gradients: Whether to average over a step's passes; False by default.
         process_set: The ranks to reduce with; all ranks by default.
         scale_local_gradients: Whether to divide the gradients of variables that were passed to
             `register_local_var`, and so stay on their rank, by the number of ranks; True by
@@ -99,8 +99,7 @@ def DistributedOptimizer(
             distance that the ranks have moved is the gradient (DiLoCo); None (the default) averages
             weights.
         warmup_steps: The number of ordinary steps before the first local one; 0 by default.
-        average_state: Whether a synchronisation averages the optimizer's state too; False by
-            default.
+        average_state: Whether the optimizer's state is averaged, too; False by default.
         fragments: The number of parts into which the model is divided by layers; they are
             synchronised in turn, so that no step sends everything. 1 by default.
         delay: The number of steps between sending a fragment and updating its weights, in which it
@@ -152,8 +151,7 @@ def PartialDistributedOptimizer(
         op: `Average` (the default) or `Sum`.
         backward_passes_per_step: The number of passes whose gradients are added up before the ranks
             exchange them and take a step; 1 by default.
-        average_aggregated_gradients: Whether to divide that sum by the number of passes; False by
-            default.
+        average_aggregated_gradients: Whether to average over a step's passes; False by default.
         groups: The number of groups in which gradients are reduced, or lists of variables that form
             a group; None (the default) for a single group.
         process_set: The ranks to reduce with; all ranks by default.
@@ -173,15 +171,48 @@ def PartialDistributedOptimizer(
     return distributed
 
 
-def distribute_in_place(optimizer: Any, options: OptimizerOptions) -> Any:
-    """Turn this optimizer itself, with its state, into a distributed one, and return it."""
-    return _make_distributed(optimizer, _distribution(optimizer, options), take_over)
+def load_model(
+    keras: Any,
+    filepath: Any,
+    custom_optimizers: Iterable[type] | None,
+    custom_objects: dict[str, Any] | None,
+    compression: Any,
+) -> Any:
+    """Load the model in `filepath`; its optimizer keeps its saved state and becomes distributed."""
+    optimizers = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
+    model = keras.models.load_model(
+        filepath, custom_objects={**optimizers, **(custom_objects or {})}
+    )
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and distribution_of(optimizer) is None:
+        if _has_no_variables(optimizer, model):
+            logger.warning("the state of the optimizer in %s is lost to Keras 3", filepath)
+            optimizer = type(optimizer).from_config(optimizer.get_config())
+        distribution = _distribution(optimizer, OptimizerOptions(compression=compression))
+        model.optimizer = _make_distributed(optimizer, distribution, take_over)
+    return model
 
 
-def is_distributed(optimizer: Any) -> bool:
-    """Return whether this optimizer, or the one inside it, reduces gradients."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return hasattr(type(optimizer), "_hvd") or hasattr(type(inner), "_hvd")
+def _has_no_variables(optimizer: Any, model: Any) -> bool:
+    """Return whether the optimizer was built for no variables, as Keras 3 does for .h5 files.
+
+    Such an optimizer cannot take a step.
+    """
+    return (
+        not is_tf_keras(optimizer)
+        and optimizer.built
+        and not optimizer._trainable_variables
+        and bool(model.trainable_variables)
+    )
+
+
+def distribution_of(optimizer: Any) -> Distribution | None:
+    """Return how an optimizer, or the one inside it, is distributed; None if it is not."""
+    for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        distribution: Distribution | None = getattr(type(each), "_hvd", None)
+        if distribution is not None:
+            return distribution
+    return None
 
 
 def _distribution(optimizer: Any, options: OptimizerOptions) -> Distribution:
@@ -192,7 +223,7 @@ def _distribution(optimizer: Any, options: OptimizerOptions) -> Distribution:
             f"expected an optimizer of Keras, not {optimizer!r}; horovod.tensorflow and "
             "horovod.torch have a DistributedOptimizer for those of TensorFlow and torch"
         )
-    if is_distributed(optimizer):
+    if distribution_of(optimizer) is not None:
         raise ValueError("this optimizer is a DistributedOptimizer already")
     return distribution
 
@@ -231,7 +262,7 @@ def _make_reduction(options: OptimizerOptions, backend: str) -> Any:
     """Return the object that reduces the gradients of this backend."""
     name = options.name or "DistributedOptimizer"
     if backend == "tensorflow":
-        from horovod.tensorflow.reduced_gradients import OptimizerReduction
+        from horovod.tensorflow.gradients import OptimizerReduction
 
         return OptimizerReduction(options, name)
     if backend == "jax":

@@ -1,7 +1,7 @@
-"""Reduces the gradients of a Keras optimizer that are torch tensors in host or device memory.
+"""The options of a distributed Keras optimizer, and the reduction of gradients as torch tensors.
 
 The torch backend hands over its gradients, and `horovod._keras.jax_reduction` the memory of JAX's
-arrays. On TensorFlow `horovod.tensorflow.reduced_gradients` does this work.
+arrays. On TensorFlow `horovod.tensorflow.gradients` reduces.
 """
 
 from __future__ import annotations
@@ -12,10 +12,31 @@ from typing import Any
 import torch
 
 from horovod.common.optimizer_options import OptimizerOptions
+from horovod.common.reduce_op import Average, Sum
 from horovod.engine.arguments import has_no_peers
 from horovod.engine.runtime import runtime
 from horovod.torch.mpi_ops import grouped_allreduce_, grouped_allreduce_async_, synchronize
 from horovod.torch.ops.untraced import leaves_graph
+from horovod.torch.optimizers.local_steps import check_within
+
+
+class Distribution:
+    """The checked options of a `DistributedOptimizer`, and the object that reduces by them."""
+
+    def __init__(self, options: OptimizerOptions) -> None:
+        self.options = options = options.checked(Average, Sum)
+        if options.schedule.local_steps is not None:
+            check_within(options.schedule.within, options.process_set)
+            if options.backward_passes_per_step != 1:
+                raise ValueError(
+                    "local_steps does not go with backward_passes_per_step: pass "
+                    "gradient_accumulation_steps to the optimizer itself"
+                )
+        # Whether the ranks step with their own gradients; `horovod._keras.local_steps` sets it.
+        self.is_local = False
+        # Takes gradients and their variables, and returns the reduced gradients. It depends on the
+        # backend, so `horovod._keras.optimizer` sets it when the optimizer is known.
+        self.reduce: Any = None
 
 
 class HostReduction:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod._keras.arrays import to_numpy, to_torch
+from horovod._keras.variables import to_numpy, to_torch
 from horovod.common.compression import NoneCompressor
 from horovod.common.reduce_op import ReduceOp
 from horovod.common.util import resolve_reduce_op
@@ -39,20 +39,17 @@ class Values:
 
         Args:
             value: This rank's value, with the same shape and type on all ranks.
-            name: The name by which ranks match operations; without one they match the order of
-                their calls.
+            name: Ranks match operations by this name; without one, by the order of their calls.
             average: Older form of `op`: True for `Average`, False for `Sum`.
             prescale_factor: A factor for tensors before the reduction; 1.0 by default.
             postscale_factor: A factor for the result; 1.0 by default.
             op: `Average` (the default), `Sum`, `Min`, `Max`, `Product` or `Adasum`.
-            compression: How the tensor is compressed on the way, such as `Compression.fp16`; not at
-                all by default.
+            compression: A compressor for what is sent, such as `Compression.fp16`; none by default.
 
         Returns:
             The reduced value, as a tensor of the backend.
         """
-        return _run(
-            self._backend,
+        return self._run(
             "allreduce",
             value,
             name=name,
@@ -67,13 +64,12 @@ class Values:
 
         Args:
             value: This rank's value; ranks may differ in the first dimension.
-            name: The name by which ranks match operations; without one they match the order of
-                their calls.
+            name: Ranks match operations by this name; without one, by the order of their calls.
 
         Returns:
             The values of all ranks in the order of ranks, as a tensor of the backend.
         """
-        return _run(self._backend, "allgather", value, name=name)
+        return self._run("allgather", value, name=name)
 
     def broadcast(self, value: Any, root_rank: int, name: str | None = None) -> Any:
         """Give every rank the value of one rank.
@@ -81,13 +77,12 @@ class Values:
         Args:
             value: This rank's value, with the same shape and type on all ranks.
             root_rank: The rank whose value all ranks get.
-            name: The name by which ranks match operations; without one they match the order of
-                their calls.
+            name: Ranks match operations by this name; without one, by the order of their calls.
 
         Returns:
             The value of `root_rank`, as a tensor of the backend.
         """
-        return _run(self._backend, "broadcast", value, root_rank=root_rank, name=name)
+        return self._run("broadcast", value, root_rank=root_rank, name=name)
 
     def reducescatter(
         self, value: Any, name: str | None = None, op: ReduceOp = ReduceOp.AVERAGE
@@ -96,14 +91,13 @@ class Values:
 
         Args:
             value: This rank's value, with the same shape and type on all ranks.
-            name: The name by which ranks match operations; without one they match the order of
-                their calls.
+            name: Ranks match operations by this name; without one, by the order of their calls.
             op: `Average` (the default) or `Sum`.
 
         Returns:
             This rank's part of the first dimension of the reduced value.
         """
-        return _run(self._backend, "reducescatter", value, name=name, op=op)
+        return self._run("reducescatter", value, name=name, op=op)
 
     def broadcast_global_variables(self, root_rank: int) -> Any:
         """Give all global variables of a v1 graph of TensorFlow their values on one rank.
@@ -123,21 +117,20 @@ class Values:
             "BroadcastGlobalVariablesCallback(root_rank) to fit()"
         )
 
+    def _run(self, operation: str, value: Any, **arguments: Any) -> Any:
+        """Call one of the binding's operations with a value, and return a tensor of the backend."""
+        if self._backend == "tensorflow":
+            from horovod.tensorflow import mpi_ops as tensorflow_ops
 
-def _run(backend: str, name_of_function: str, value: Any, **arguments: Any) -> Any:
-    """Call one of the binding's operations with a value, and return a tensor of the backend."""
-    if backend == "tensorflow":
-        from horovod.tensorflow import mpi_ops as tensorflow_ops
+            return _evaluate(getattr(tensorflow_ops, operation)(value, **arguments))
+        from keras import ops
 
-        return _evaluate(getattr(tensorflow_ops, name_of_function)(value, **arguments))
-    function: Callable[..., torch.Tensor] = getattr(mpi_ops, name_of_function)
-    from keras import ops
-
-    tensor = ops.convert_to_tensor(value)
-    if backend == "torch":
-        return function(tensor.detach(), **arguments)
-    array = np.array(ops.convert_to_numpy(tensor), order="C")
-    return ops.convert_to_tensor(to_numpy(function(to_torch(array), **arguments), like=array))
+        function: Callable[..., torch.Tensor] = getattr(mpi_ops, operation)
+        tensor = ops.convert_to_tensor(value)
+        if self._backend == "torch":
+            return function(tensor.detach(), **arguments)
+        array = np.array(ops.convert_to_numpy(tensor), order="C")
+        return ops.convert_to_tensor(to_numpy(function(to_torch(array), **arguments), like=array))
 
 
 def _evaluate(result: Any) -> Any:

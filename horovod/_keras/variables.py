@@ -1,4 +1,4 @@
-"""Gives Keras variables the same values on all ranks.
+"""Gives Keras variables the same values on all ranks, and converts arrays for that.
 
 Values travel as numpy arrays in host memory, which every backend can read and assign. It happens
 once in a training, so speed does not matter.
@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
-from horovod._keras.arrays import to_numpy, to_torch
 from horovod._keras.flavour import backend_of, is_tf_keras, keras_of
 from horovod.torch.functions import broadcast_parameters
 from horovod.torch.ops.objects import allgather_object
+
+Array = np.ndarray[Any, Any]
 
 
 def broadcast_model(model: Any, root_rank: int, local_variables: Sequence[Any] = ()) -> None:
@@ -122,3 +124,25 @@ def _broadcast(values: Sequence[Any], root_rank: int) -> list[Any]:
     names = [f"BroadcastGlobalVariables.{number}" for number in range(len(tensors))]
     broadcast_parameters(list(zip(names, tensors, strict=True)), root_rank)
     return [to_numpy(tensor, value) for tensor, value in zip(tensors, values, strict=True)]
+
+
+def to_torch(array: Array) -> torch.Tensor:
+    """Return a tensor that shares the array's memory, or a copy if that is not writeable.
+
+    Numpy lacks bfloat16: such arrays have a type of another package, ml_dtypes.
+    """
+    if not array.flags.writeable or not array.flags.c_contiguous:
+        if array.flags.owndata and array.flags.c_contiguous:
+            array.setflags(write=True)  # the memory belongs to this array alone
+        else:
+            array = np.array(array, order="C")
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_numpy(tensor: torch.Tensor, like: Array) -> Array:
+    """Return an array that shares the tensor's memory and has the dtype of `like`."""
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(like.dtype)
+    return tensor.numpy()

@@ -5,14 +5,12 @@ The backend is the one that Keras uses (KERAS_BACKEND); no other framework is im
 
 from __future__ import annotations
 
-import importlib
-import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import keras
 
-from horovod._keras import loading, old_compile
+from horovod._keras import old_compile, optimizer
 from horovod._keras.optimizer import DistributedOptimizer as KerasOptimizer
 from horovod._keras.optimizer import PartialDistributedOptimizer, distribute, documented_as
 from horovod._keras.values import Values
@@ -23,6 +21,7 @@ from horovod.engine import shared_api as _shared_api
 from horovod.engine.shared_api import *  # noqa: F403
 from horovod.engine.shared_api import Average, ProcessSet, global_process_set, init, shutdown
 from horovod.keras import callbacks
+from horovod.keras import elastic as elastic
 
 _backend = keras.config.backend()
 Compression: Any
@@ -57,17 +56,7 @@ broadcast = _values.broadcast
 broadcast_global_variables = _values.broadcast_global_variables
 reducescatter = _values.reducescatter
 
-if typing.TYPE_CHECKING:
-    from horovod.keras import elastic as elastic
-
 old_compile.explain_when_it_fails()
-
-
-def __getattr__(name: str) -> Any:
-    """Import ``hvd.elastic`` when a script first asks for it."""
-    if name == "elastic":
-        return importlib.import_module("horovod.keras.elastic")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @documented_as(KerasOptimizer)
@@ -115,4 +104,4 @@ def load_model(
     Returns:
         The model.
     """
-    return loading.load_model(keras, filepath, custom_optimizers, custom_objects, compression)
+    return optimizer.load_model(keras, filepath, custom_optimizers, custom_objects, compression)

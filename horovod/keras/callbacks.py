@@ -55,12 +55,4 @@ class BestModelCheckpoint(BestModelCheckpointBase, keras.callbacks.ModelCheckpoi
         mode: str = "auto",
         save_freq: str | int = "epoch",
     ) -> None:
-        super().__init__(
-            "best.keras",  # required by Keras, and removed below
-            monitor=monitor,
-            verbose=verbose,
-            save_best_only=True,
-            mode=mode,
-            save_freq=save_freq,
-        )
-        self.filepath = None
+        super().__init__(monitor=monitor, verbose=verbose, mode=mode, save_freq=save_freq)

@@ -13,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 import torch
 
-from horovod._keras.arrays import to_numpy, to_torch
 from horovod._keras.elastic import KerasStateBase, VariablesState, run
-from horovod.tensorflow.variables import read_variables, write_variables
+from horovod._keras.variables import to_numpy, to_torch
+from horovod.tensorflow.ops.bridge import read_variables, write_variables
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 

@@ -85,14 +85,11 @@ def broadcast_(
         ValueError: Some are resource variables and others are reference variables.
     """
     variables = list(variables)
-    if len({_is_ref(variable) for variable in variables}) > 1:
+    # Resource variables have a handle.
+    if len({isinstance(v, tf.Variable) and not hasattr(v, "handle") for v in variables}) > 1:
         raise ValueError("the variables must be all resource variables or all reference variables")
     results = _broadcast(variables, root_rank, name, process_set)
     return [tf.convert_to_tensor(result) for result in results]
-
-
-def _is_ref(variable: Any) -> bool:
-    return isinstance(variable, tf.Variable) and not hasattr(variable, "handle")
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

@@ -12,9 +12,8 @@ from horovod.common.optimizer_options import OptimizerOptions, weights_of
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Average, ReduceOp
 from horovod.tensorflow.compression import Compression
-from horovod.tensorflow.gradients import GradientReduction
+from horovod.tensorflow.gradients import Done, GradientReduction, mark
 from horovod.tensorflow.ops.bridge import without_autograph
-from horovod.tensorflow.reduced_gradients import Done, mark
 
 _Pairs = list[tuple[Any, Any]]
 
@@ -104,18 +103,15 @@ def DistributedGradientTape(
         gradtape: A tf.GradientTape.
         device_dense: Accepted for compatibility.
         device_sparse: Accepted for compatibility.
-        compression: How gradients are compressed on the way, such as `Compression.fp16`; not at all
-            by default.
-        sparse_as_dense: Whether to reduce the gradients of embeddings as dense tensors; False by
-            default.
+        compression: A compressor for what is sent, such as `Compression.fp16`; none by default.
+        sparse_as_dense: Whether to turn sparse gradients into dense ones; False by default.
         op: `Average` (the default), `Sum` or `Adasum`.
         gradient_predivide_factor: Divide gradients by this factor before the sum and by `size /
             factor` after it; the result is still the average. 1.0 by default.
         num_groups: Older form of `groups`.
         groups: The number of groups in which gradients are reduced, or lists of variables that form
             a group; None (the default) for a single group.
-        process_set: The ranks to reduce with, all ranks by default; other ranks keep their
-            gradients.
+        process_set: The ranks to reduce with, all by default; others keep their own gradients.
         scale_local_gradients: Whether to divide gradients that stay on their rank by the number of
             ranks; True by default.
 

@@ -2,10 +2,18 @@
 
 They make a `GradientReduction` from their arguments and call it with the gradients of every step,
 both eagerly and while a graph is built. All dense gradients travel in one operation.
+
+So that no optimizer reduces gradients again, distributed tapes and the optimizers'
+`compute_gradients` put marks on the tensors that they have reduced. They mark the variables, too,
+because a script may clip or scale gradients, which makes new tensors, before it applies them. The
+mark on a variable is valid in the graph (or the eager program) in which it was made, until one of
+our optimizers applies a gradient to the variable.
 """
 
 from __future__ import annotations
 
+import enum
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +26,9 @@ from horovod.engine.arguments import has_no_peers
 from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
 from horovod.tensorflow.ops import bridge
-from horovod.tensorflow.ops.allreduce_ops import reduce_group, reduce_slices
 from horovod.tensorflow.ops.call import Call
 from horovod.tensorflow.ops.info_ops import set_size
+from horovod.tensorflow.ops.reductions import reduce_group, reduce_slices
 
 
 class GradientReduction:
@@ -154,7 +162,7 @@ def wire_name(name: str) -> str:
 
 def variable_key(variable: Any) -> int:
     """Return a key that a variable shares with the Keras variable around it, and no other."""
-    return id(getattr(variable, "handle", variable))
+    return id(_mark_owner(variable))
 
 
 def scale_down(gradient: Any, process_set: ProcessSet) -> Any:
@@ -169,3 +177,89 @@ def scale_down(gradient: Any, process_set: ProcessSet) -> Any:
 def as_list(results: Any) -> list[Any]:
     """Return the result of `tf.cond` as a list: in v1 graphs it unpacks a list of one."""
     return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+# -- gradients that are reduced already --------------------------------------------------------
+
+
+class Done(enum.IntEnum):
+    """The mark on a gradient: what has been done to it before it is applied."""
+
+    NOTHING = 0
+    REDUCED = 1
+    ADDED_UP = 2  # added up over the passes of a step, and reduced
+
+
+class _EagerProgram:
+    """Stands for a graph where code runs eagerly."""
+
+
+_MARK = "_horovod_done"
+
+
+def mark(gradients: Sequence[Any], variables: Sequence[Any], done: Done) -> None:
+    """Mark the gradients, and the variables to which they will be applied."""
+    graph = weakref.ref(_current_graphs()[0])
+    for gradient, variable in zip(gradients, variables, strict=True):
+        if gradient is not None:
+            setattr(gradient, _MARK, done)
+            setattr(_mark_owner(variable), _MARK, (done, graph))
+
+
+def mark_of(gradient: Any) -> Done:
+    """Return the mark on this tensor."""
+    return getattr(gradient, _MARK, Done.NOTHING)
+
+
+def take_marks(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Done]:
+    """Return the marks of gradients that are applied now, and remove the variables' marks."""
+    graphs = _current_graphs()
+    marks = []
+    for gradient, variable in zip(gradients, variables, strict=True):
+        done = mark_of(gradient)
+        on_variable, graph = getattr(_mark_owner(variable), _MARK, (Done.NOTHING, lambda: None))
+        if any(graph() is each for each in graphs):
+            delattr(_mark_owner(variable), _MARK)
+            done = max(done, on_variable)
+        marks.append(done)
+    return marks
+
+
+class OptimizerReduction(GradientReduction):
+    """The reduction of an optimizer, which skips gradients that are reduced already."""
+
+    take_marks = staticmethod(take_marks)
+
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Reduce the gradients that are applied now, except those marked as reduced."""
+        return self.reduce_unmarked(gradients, variables, take_marks(gradients, variables))
+
+    def reduce_unmarked(
+        self, gradients: Sequence[Any], variables: Sequence[Any], marks: Sequence[Done]
+    ) -> list[Any]:
+        """Reduce the gradients whose mark is `NOTHING`."""
+        results = list(gradients)
+        rest = [index for index, done in enumerate(marks) if done is Done.NOTHING]
+        reduced = super().__call__(
+            [results[index] for index in rest], [variables[index] for index in rest]
+        )
+        for index, gradient in zip(rest, reduced, strict=True):
+            results[index] = gradient
+        return results
+
+
+def _mark_owner(variable: Any) -> Any:
+    """Return the object that carries a variable's mark; a Keras variable shares the inner one's."""
+    return getattr(variable, "handle", variable)
+
+
+def _current_graphs() -> list[Any]:
+    """Return the graph that is being built and those around it, or a stand-in in eager code."""
+    if tf.executing_eagerly():
+        return [_EagerProgram]
+    graphs = []
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        graphs.append(graph)
+        graph = getattr(graph, "outer_graph", None)
+    return graphs

@@ -1,6 +1,6 @@
 """Upstream's path of the collectives: scripts import every operation from here.
 
-Each operation has a module of its own (``allreduce_ops``, ...). This one has only `join`.
+The operations are in the folder `ops`. This module has only `join`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from horovod.engine.shared_api import *
 from horovod.engine.shared_api import _basics, init, is_homogeneous, shutdown
 from horovod.tensorflow.functions import broadcast_
 from horovod.tensorflow.ops import bridge
-from horovod.tensorflow.ops.allgather_ops import allgather, grouped_allgather
-from horovod.tensorflow.ops.allreduce_ops import allreduce, grouped_allreduce
-from horovod.tensorflow.ops.alltoall_ops import alltoall
-from horovod.tensorflow.ops.broadcast_ops import broadcast
 from horovod.tensorflow.ops.info_ops import (
     local_rank_op,
     local_size_op,
@@ -28,7 +24,13 @@ from horovod.tensorflow.ops.info_ops import (
     rank_op,
     size_op,
 )
-from horovod.tensorflow.ops.reducescatter_ops import grouped_reducescatter, reducescatter
+from horovod.tensorflow.ops.movements import allgather, alltoall, broadcast, grouped_allgather
+from horovod.tensorflow.ops.reductions import (
+    allreduce,
+    grouped_allreduce,
+    grouped_reducescatter,
+    reducescatter,
+)
 
 
 @bridge.without_autograph

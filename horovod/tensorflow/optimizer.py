@@ -1,11 +1,11 @@
-"""`DistributedOptimizer` for TensorFlow: chooses a wrapper, and has the wrapper of v1 optimizers.
+"""`DistributedOptimizer` for TensorFlow: chooses a wrapper, and has those of v1 optimizers.
 
 `horovod.tensorflow.keras` wraps the optimizers of Keras.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,11 +13,21 @@ import tensorflow as tf
 from horovod.common.optimizer_options import OptimizerOptions
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.common.reduce_op import Adasum, Average, ReduceOp
+from horovod.engine.collective import Reduction
 from horovod.engine.runtime import runtime
-from horovod.tensorflow.adasum_optimizer import AdasumOptimizer
 from horovod.tensorflow.compression import Compression
-from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
+from horovod.tensorflow.gradient_aggregation import (
+    LocalGradientAggregationHelper,
+    as_op,
+    new_variable,
+    run_after,
+)
 from horovod.tensorflow.gradients import GradientReduction, wire_name
+from horovod.tensorflow.ops.bridge import without_autograph
+from horovod.tensorflow.ops.call import Call
+from horovod.tensorflow.ops.reductions import reduce_group
+
+_START = "delta_start"  # the slot with the value that a variable had before the ranks' own steps
 
 
 def DistributedOptimizer(
@@ -45,23 +55,19 @@ def DistributedOptimizer(
         use_locking: The argument of that name of v1 optimizers; False by default.
         device_dense: Accepted for compatibility.
         device_sparse: Accepted for compatibility.
-        compression: How gradients are compressed on the way, such as `Compression.fp16`; not at all
-            by default.
-        sparse_as_dense: Whether to reduce the gradients of embeddings as dense tensors; False by
-            default.
+        compression: A compressor for what is sent, such as `Compression.fp16`; none by default.
+        sparse_as_dense: Whether to turn sparse gradients into dense ones; False by default.
         backward_passes_per_step: The number of passes whose gradients are added up before the ranks
             exchange them and take a step; 1 by default.
         op: `Average` (the default) or `Sum`. For v1 optimizers also `Adasum`, with which each rank
             takes its own step and Adasum combines the steps.
         gradient_predivide_factor: Divide gradients by this factor before the sum and by `size /
             factor` after it; the result is still the average. 1.0 by default.
-        average_aggregated_gradients: Whether to divide the sum of several passes by their number;
-            False by default.
+        average_aggregated_gradients: Whether to average over a step's passes; False by default.
         num_groups: Older form of `groups`.
         groups: The number of groups in which gradients are reduced, or lists of variables that form
             a group; None (the default) for a single group.
-        process_set: The ranks to reduce with, all ranks by default; other ranks keep their
-            gradients.
+        process_set: The ranks to reduce with, all by default; others keep their own gradients.
         scale_local_gradients: Whether to divide gradients that stay on their rank by the number of
             ranks; True by default.
 
@@ -87,7 +93,7 @@ def DistributedOptimizer(
     if op == Adasum:
         if process_set is not global_process_set:
             raise NotImplementedError("op=Adasum works on the global process set only")
-        return AdasumOptimizer(optimizer, name, use_locking, compression, backward_passes_per_step)
+        return _AdasumOptimizer(optimizer, name, use_locking, compression, backward_passes_per_step)
     aggregation = None
     if backward_passes_per_step > 1:
         if tf.executing_eagerly():
@@ -161,3 +167,104 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
 
     def variables(self, *args: Any, **kwargs: Any) -> Any:
         return self._optimizer.variables(*args, **kwargs)
+
+
+class _AdasumOptimizer(tf.compat.v1.train.Optimizer):
+    """A v1 optimizer whose ranks take their own steps; Adasum combines the changes.
+
+    It does so after every `backward_passes_per_step`.
+    """
+
+    def __init__(
+        self,
+        optimizer: tf.compat.v1.train.Optimizer,
+        name: str | None,
+        use_locking: bool,
+        compression: Any,
+        backward_passes_per_step: int,
+    ) -> None:
+        super().__init__(
+            use_locking=use_locking, name=name or f"DistributedDelta{type(optimizer).__name__}"
+        )
+        self._wire_name = wire_name(f"{self._name}.delta")
+        self._optimizer = optimizer
+        self._compression = compression
+        self._passes = backward_passes_per_step
+        self._counter: Any = None  # counts steps since the last combination; None: combine each
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the gradients of the wrapped optimizer, which are this rank's own."""
+        return self._optimizer.compute_gradients(*args, **kwargs)
+
+    @without_autograph
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """Take a step, and combine the ranks' steps after `backward_passes_per_step` of them."""
+        pairs = [(gradient, var) for gradient, var in grads_and_vars if gradient is not None]
+        variables = [variable for _, variable in pairs]
+        with tf.init_scope():
+            starts = [self._zeros_slot(variable, _START, self._name) for variable in variables]
+            if self._passes > 1 and self._counter is None:
+                self._counter = new_variable(tf.TensorShape([]), tf.int32, f"{self._name}_counter")
+        with run_after([gradient for gradient, _ in pairs]):
+            remembered = self._at_step(0, lambda: self._remember(variables, starts))
+        with run_after([remembered]):
+            step = self._optimizer.apply_gradients(pairs, global_step=global_step)
+        with run_after([step]):
+            combined = self._at_step(self._passes - 1, lambda: self._combine(variables, starts))
+        with run_after([combined]):
+            return as_op([self._count()], name)
+
+    def _at_step(self, number: int, action: Callable[[], Any]) -> Any:
+        """Run the action only in step `number` after a combination."""
+        if self._counter is None:
+            return action()
+        return tf.cond(tf.equal(self._counter.read_value(), number), action, tf.no_op)
+
+    def _remember(self, variables: Sequence[Any], starts: Sequence[Any]) -> Any:
+        """Copy the variables into their start slots."""
+        return as_op(
+            [
+                start.assign(variable.read_value(), read_value=False)
+                for variable, start in zip(variables, starts, strict=True)
+            ]
+        )
+
+    def _combine(self, variables: Sequence[Any], starts: Sequence[Any]) -> Any:
+        """Combine the ranks' changes since the start by Adasum, and apply the result."""
+        start_values = [start.read_value() for start in starts]
+        call = Call("HorovodGroupedAllreduce", self._wire_name, True, global_process_set, buckets=1)
+        deltas = reduce_group(
+            call,
+            [
+                variable.read_value() - start
+                for variable, start in zip(variables, start_values, strict=True)
+            ],
+            Reduction(Adasum),
+            self._compression,
+        )
+        return as_op(
+            [
+                variable.assign(begin + delta, read_value=False)
+                for variable, begin, delta in zip(variables, start_values, deltas, strict=True)
+            ]
+        )
+
+    def _count(self) -> Any:
+        """Count a step, from 0 to `backward_passes_per_step` - 1."""
+        if self._counter is None:
+            return None
+        following = (self._counter.read_value() + 1) % self._passes
+        return self._counter.assign(following, read_value=False)
+
+    def get_slot(self, var: Any, name: str) -> Any:
+        return (
+            super().get_slot(var, name) if name == _START else self._optimizer.get_slot(var, name)
+        )
+
+    def get_slot_names(self) -> list[str]:
+        return sorted({*super().get_slot_names(), *self._optimizer.get_slot_names()})
+
+    def variables(self) -> list[Any]:
+        return [*super().variables(), *self._optimizer.variables()]

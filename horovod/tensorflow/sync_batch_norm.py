@@ -23,9 +23,9 @@ from horovod.engine.collective import WORLD, Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
 from horovod.tensorflow.gradients import wire_name
 from horovod.tensorflow.ops import bridge
-from horovod.tensorflow.ops.allreduce_ops import allreduce
 from horovod.tensorflow.ops.call import make_differentiable
 from horovod.tensorflow.ops.info_ops import own_rank
+from horovod.tensorflow.ops.reductions import allreduce
 
 # tf-keras, not Keras 3
 _IS_LEGACY = hasattr(tf.keras.layers.BatchNormalization, "_calculate_mean_and_var")

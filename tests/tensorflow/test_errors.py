@@ -19,7 +19,7 @@ import tensorflow as tf
 import horovod.tensorflow as hvd
 from horovod.common.exceptions import HorovodInternalError, raise_our_errors
 from horovod.engine.runtime import runtime
-from horovod.tensorflow.ops import failed_output
+from horovod.tensorflow.ops import python_op
 from tests.ranks import RankPool, listen, run_ranks, start_ranks, tell
 
 SIZE = 3
@@ -267,7 +267,7 @@ def test_failures_leave_no_threads(tf_pool2: RankPool):
 
 def _disagree_where_unsupported() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(failed_output, "new_executor", None)  # as where the import failed
+        patch.setattr(python_op, "new_executor", None)  # as where the import failed
         with pytest.raises(errors.UnknownError) as caught:
             tf.function(_disagree)()
     with pytest.raises(HorovodInternalError, match="mismatched shape"), raise_our_errors():

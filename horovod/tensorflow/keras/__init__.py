@@ -6,14 +6,12 @@ training loops use `horovod.tensorflow`.
 
 from __future__ import annotations
 
-import importlib
-import typing
 from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
-from horovod._keras import loading, old_compile
+from horovod._keras import old_compile, optimizer
 from horovod._keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from horovod._keras.optimizer import distribute as distribute
 from horovod._keras.values import Values
@@ -23,6 +21,7 @@ from horovod.engine.shared_api import *  # noqa: F403
 from horovod.engine.shared_api import init, shutdown
 from horovod.tensorflow.compression import Compression
 from horovod.tensorflow.keras import callbacks
+from horovod.tensorflow.keras import elastic as elastic
 
 __all__ = [
     "Compression",
@@ -48,18 +47,8 @@ broadcast = _values.broadcast
 broadcast_global_variables = _values.broadcast_global_variables
 reducescatter = _values.reducescatter
 
-if typing.TYPE_CHECKING:
-    from horovod.tensorflow.keras import elastic as elastic
-
 if hasattr(tf.keras, "ops"):  # Keras 3
     old_compile.explain_when_it_fails()
-
-
-def __getattr__(name: str) -> Any:
-    """Import ``hvd.elastic`` when a script first asks for it."""
-    if name == "elastic":
-        return importlib.import_module("horovod.tensorflow.keras.elastic")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load_model(
@@ -81,4 +70,4 @@ def load_model(
     Returns:
         The model.
     """
-    return loading.load_model(tf.keras, filepath, custom_optimizers, custom_objects, compression)
+    return optimizer.load_model(tf.keras, filepath, custom_optimizers, custom_objects, compression)

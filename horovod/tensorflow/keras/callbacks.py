@@ -57,13 +57,5 @@ class BestModelCheckpoint(BestModelCheckpointBase, tf.keras.callbacks.ModelCheck
         save_freq: str | int = "epoch",
     ) -> None:
         super().__init__(
-            # Keras requires a name, which is removed below.
-            "best.weights.h5" if save_weights_only else "best.keras",
-            monitor=monitor,
-            verbose=verbose,
-            save_best_only=True,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            save_freq=save_freq,
+            save_weights_only, monitor=monitor, verbose=verbose, mode=mode, save_freq=save_freq
         )
-        self.filepath = None

@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import threading
+import os
+import sys
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import tensorflow as tf
@@ -22,13 +25,13 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from horovod.common.exceptions import HorovodInternalError
 from horovod.engine.request import Request
 from horovod.engine.runtime import runtime
-from horovod.tensorflow.ops.errors import InvalidArgumentError, eager_error, graph_error
+from horovod.tensorflow.ops.errors import InvalidArgumentError, graph_error, tensorflow_errors
 from horovod.tensorflow.ops.python_op import python_op
-from horovod.tensorflow.ops.source_lines import SourceLine, line_of_op, line_of_script
 
 # The functions that `run` calls: they take torch tensors and the operation's name, and return torch
 # tensors.
 Function = Callable[[list[torch.Tensor], "str | None"], Sequence[torch.Tensor]]
+SourceLine = tuple[str, int]  # file, line
 
 # A decorator for every function that scripts call inside a tf.function. Without it AutoGraph would
 # rewrite the function, and everything that it calls, into code that is slow to make and to run.
@@ -48,16 +51,12 @@ _SENDABLE = frozenset(
 )
 _ALIGNMENT = 64  # bytes; TensorFlow's kernels abort the process on anything less
 _DLPACK_CPU = 1  # the type of device, in DLPack's numbering
+_LIBRARIES = {"horovod", "tensorflow", "keras", "tf_keras"}
 _ERRORS = (ValueError, HorovodInternalError, tf.errors.OpError)  # other errors are bugs
 
 
-class _CurrentCall(threading.local):
-    """The source line for which a thread calls the engine now."""
-
-    source_line: SourceLine | None = None
-
-
-_current_call = _CurrentCall()
+# The source line for which this thread calls the engine now.
+_source_line: ContextVar[SourceLine | None] = ContextVar("source_line", default=None)
 
 
 @without_autograph
@@ -86,11 +85,8 @@ def run(
     tensors = [as_tensor(value) for value in inputs]
     if not tf.executing_eagerly():
         return _add_op(function, tensors, like, name or "Horovod", ignore_name_scope, known_as)
-    was_initialised = runtime.is_initialized()
-    try:
-        return _call(function, tensors, name, line_of_script())
-    except _ERRORS as error:
-        raise eager_error(error, was_initialised) from error
+    with tensorflow_errors():
+        return _call(function, tensors, name, _line_of_script())
 
 
 def wait(request: Request) -> Any:
@@ -98,8 +94,7 @@ def wait(request: Request) -> Any:
 
     Messages about the request name the line of the user's script that asked for it.
     """
-    if _current_call.source_line is not None:
-        request.source_line = _current_call.source_line
+    request.source_line = _source_line.get() or request.source_line
     return request.wait()
 
 
@@ -150,6 +145,18 @@ def _make_usable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
+def read_variables(variables: Sequence[Any]) -> list[torch.Tensor]:
+    """Return eager variables, also Keras's, as torch views of their memory."""
+    with tf.device("CPU:0"):  # copies only tensors on other devices
+        return [to_torch(tf.identity(variable)) for variable in variables]
+
+
+def write_variables(variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+    """Assign values to eager variables, which take over the values' memory."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(to_tensorflow(value))
+
+
 def is_compiled_by_xla() -> bool:
     """Return whether XLA will compile the graph that is being built; it cannot contain our ops."""
     return bool(GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
@@ -168,13 +175,13 @@ def _call(
 ) -> list[tf.Tensor]:
     sources = [to_torch(tensor) for tensor in tensors]
     gpus = {source.device for source in sources if not source.is_cpu}
-    outer, _current_call.source_line = _current_call.source_line, source_line
+    token = _source_line.set(source_line)
     try:
         if gpus:
             return _call_on_gpu(function, sources, name, gpus)
         return [to_tensorflow(result) for result in function(sources, name)]
     finally:
-        _current_call.source_line = outer
+        _source_line.reset(token)
 
 
 def _call_on_gpu(
@@ -241,8 +248,29 @@ def _add_op(
         outputs = python_op(body, tensors, like, name)
     op = outputs[0].op
     known_as = known_as or wire_name(op, ignore_name_scope)
-    source_line = line_of_op(op)
+    source_line = _line_of_op(op)
     return outputs
+
+
+def _line_of_script() -> SourceLine:
+    """Return the innermost line on the stack that does not belong to a library."""
+    frame: FrameType = sys._getframe(1)
+    while frame.f_back is not None and (
+        str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
+    ):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _line_of_op(op: tf.Operation) -> SourceLine | None:
+    """Return the line for a graph op, in the script as it was before AutoGraph rewrote it."""
+    modules = [sys.modules.get(name) for name in _LIBRARIES]
+    files = [module.__file__ for module in modules if module is not None and module.__file__]
+    folders = tuple(os.path.join(os.path.dirname(file), "") for file in files)
+    for entry in reversed(op.traceback or []):
+        if not entry.filename.startswith(folders):
+            return entry.filename, entry.lineno
+    return None
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """One call of a collective: its name, its process set, and how it becomes an op.
 
-The modules of the collectives share this one. All facts about the job, such as its size, are read
-when the op runs, because in an elastic job a graph outlives changes of the ranks.
+The modules of the collectives share this one, and `reduce`, by which most of them compute their
+gradients. All facts about the job, such as its size, are read when the op runs, because in an
+elastic job a graph outlives changes of the ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import tensorflow as tf
 import torch
 from tensorflow.python.eager.record import could_possibly_record
 
-from horovod.common.process_sets import ProcessSet
-from horovod.engine.arguments import set_id
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.common.reduce_op import Average
+from horovod.engine.arguments import reduction_inputs, set_id
+from horovod.engine.collective import Collective, Kind, Reduction
 from horovod.engine.runtime import runtime
+from horovod.engine.submission import check_adasum
 from horovod.tensorflow.ops import bridge
 from horovod.tensorflow.ops.errors import InvalidArgumentError
+
+AVERAGE = Reduction(Average)
 
 
 @dataclasses.dataclass
@@ -48,8 +54,15 @@ class Call:
         eager = tf.executing_eagerly()
         if not eager:
             set_id(self.process_set)
+
+        def run_and_count(sources: list[torch.Tensor], name: str | None) -> Sequence[torch.Tensor]:
+            results = function(sources, name)
+            if self.buckets:
+                runtime.statistics.end_step(self.buckets)
+            return results
+
         outputs = bridge.run(
-            self._with_step_count(function) if self.buckets else function,
+            run_and_count,
             tensors,
             like,
             self.name if eager else self._op_name(tensors[0]),
@@ -95,16 +108,6 @@ class Call:
             return results
 
         return make_differentiable(forward, backward, tensors)
-
-    def _with_step_count(self, function: bridge.Function) -> bridge.Function:
-        """Return a function that also reports the end of a step to the statistics."""
-
-        def run(sources: list[torch.Tensor], name: str | None) -> Sequence[torch.Tensor]:
-            results = function(sources, name)
-            runtime.statistics.end_step(self.buckets)
-            return results
-
-        return run
 
     def backward(self) -> Call:
         """Return the call that carries a gradient of this one.
@@ -178,3 +181,23 @@ def restore_types(
         result if result.dtype is source.dtype else result.view(source.dtype)
         for result, source in zip(results, sources, strict=True)
     ]
+
+
+def reduce(call: Call, tensors: Sequence[tf.Tensor], reduction: Reduction) -> list[tf.Tensor]:
+    """Reduce the tensors with one request to the engine. Differentiable.
+
+    By upstream's convention the gradients are reduced in the same way, for every operation.
+    """
+    check_adasum(reduction, all_ranks=call.process_set is global_process_set)
+
+    def collective(sources: list[torch.Tensor], name: str | None) -> list[torch.Tensor]:
+        inputs = reduction_inputs(sources, reduction)
+        outputs = [torch.empty_like(source) for source in inputs]
+        allreduce = Collective(Kind.ALLREDUCE, name, call.set_id, reduction)
+        bridge.wait(runtime.submit(allreduce, inputs, outputs, background=False))
+        return outputs
+
+    def reduce_too(gradients: list[tf.Tensor], _: list[int]) -> list[tf.Tensor]:
+        return reduce(call.backward(), gradients, reduction)
+
+    return call.run_differentiably(collective, tensors, spec_like, reduce_too)
