@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import resource
 import signal
 import threading
 import time
@@ -30,6 +31,7 @@ from tests.transport import device_stand_in
 from tests.transport.kinds import KINDS, WORLD, build, connect, whole_group
 
 COUNTS = [3, 300_000]  # elements: a tensor that travels with its announcement, and one in pieces
+MANY_FILES = 1100  # select() takes no descriptor from 1024 on
 SEVERAL = [kind for kind in KINDS if KINDS[kind].size > 1]
 
 
@@ -131,6 +133,37 @@ def test_a_rank_that_others_wait_for_is_told_from_them(kind: str, count: int) ->
         for found in run_ranks(find_awaited, size, kind, count, late):
             assert (found == [None] * size) == nobody_knows, found
             assert is_told(found, late), found
+
+
+def look_at_a_killed_rank(rank: int, size: int, kind: str) -> tuple[int, ...]:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, hard))
+    while os.dup(0) < MANY_FILES:
+        pass
+    transport = build(kind, rank, connect())
+    transport.barrier()
+    tell("connected")
+    if rank:
+        listen()
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        try:
+            transport.check_peers()
+        except PeerLostError as error:
+            return error.ranks
+    return ()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_program_that_has_opened_thousands_of_files_sees_the_end_of_others(kind: str) -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2000:
+        pytest.skip("this user may not open so many files")
+    with start_ranks(look_at_a_killed_rank, KINDS[kind].size, kind) as ranks:
+        for rank in range(KINDS[kind].size):
+            assert ranks.heard(rank) == "connected"
+        ranks.signal(1, signal.SIGKILL)
+        (outcome,) = ranks.wait(ranks=[0])
+        assert outcome.result == (1,), outcome.describe()
 
 
 def lose_rank_of_other_host(rank: int, size: int) -> Any:

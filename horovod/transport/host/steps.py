@@ -22,7 +22,7 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -194,8 +194,7 @@ class SteppedTransport(BreakableTransport):
     def _explain(self, error: BaseException) -> HorovodInternalError:
         if isinstance(error, OSError):
             # A peer's memory is gone. When a process dies, its memory goes before its handle ends.
-            handles = list(self._process_of)
-            for process in select.select(handles, [], [], _LEAVE_SECONDS)[0]:
+            for process in _wait_for_ends(self._process_of, _LEAVE_SECONDS):
                 return self._lost(self._process_of[process])
             try:
                 self._check_states(self._others)
@@ -225,7 +224,7 @@ class SteppedTransport(BreakableTransport):
 
     def _is_dead(self, rank: int) -> bool:
         """Return whether the process of a rank has ended."""
-        return bool(select.select([self._members[rank].process], [], [], 0)[0])
+        return bool(_wait_for_ends([self._members[rank].process], 0.0))
 
     def _others_left(self) -> bool:
         """Wait a moment for all other ranks to fail, close or die; return whether all have."""
@@ -274,3 +273,14 @@ class SteppedTransport(BreakableTransport):
 
 
 _kept_alive: list[torch.Tensor] = []  # tensors that a stopped peer might still write to
+
+
+def _wait_for_ends(processes: Iterable[int], seconds: float) -> list[int]:
+    """Wait until a process has ended, but not longer; return the handles (pidfds) of all that have.
+
+    A program may have opened thousands of files before: select() takes no number from 1024 on.
+    """
+    ends = select.poll()
+    for process in processes:
+        ends.register(process, select.POLLIN)
+    return [process for process, _ in ends.poll(seconds * 1000)]
