@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from horovod._keras.rebuild import CallableList
 from horovod._keras.reduction import Distribution
-from horovod.tensorflow.gradient_aggregation import GradientAggregation, run_after, to_dense
-from horovod.tensorflow.gradients import Done, mark, mark_of, take_marks
+from horovod.tensorflow.gradient_aggregation import run_after, to_dense
+from horovod.tensorflow.gradients import Done, mark, mark_of, take_marks, variable_key
 
 Pairs = list[tuple[Any, Any]]
 
@@ -148,7 +148,7 @@ class TfKerasOptimizer:
         """
         if self._hvd.options.backward_passes_per_step == 1:
             return []
-        return self._hvd_make_sums().make_variables(variables, variables)
+        return self._hvd_make_sums().variables(variables)
 
     @property
     def variables(self) -> CallableList:
@@ -162,41 +162,83 @@ def _value_after(result: Any, variable: Any) -> Any:
         return variable.read_value()
 
 
-class _Sums(GradientAggregation):
+class _Sums:
     """The sums of gradients since the last step, and the number of passes in them."""
 
     def __init__(self, distribution: Distribution) -> None:
-        options = distribution.options
-        super().__init__(
-            options.backward_passes_per_step,
-            distribution.reduce,
-            options.sparse_as_dense,
-            options.average_aggregated_gradients,
-        )
         self._distribution = distribution
-        self.make_variables([], [])
+        self._totals: dict[int, Any] = {}
+        with tf.init_scope():
+            self._passes = _variable(tf.zeros([], tf.int64))
 
     def add(self, gradients: Any, variables: Any, done: Sequence[Done]) -> list[Any]:
         """Add gradients, and return the reduced sums after the last pass of a step, else zeros.
 
         Zeros never overflow, so a loss scale optimizer accepts them.
         """
+        sparse_as_dense = self._distribution.options.sparse_as_dense
+        gradients = [to_dense(gradient, sparse_as_dense) for gradient in gradients]
+        indices = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        totals = [self._total(gradients[index], variables[index]) for index in indices]
+        added = [self._passes.assign_add(1, read_value=False)]
+        for index, total in zip(indices, totals, strict=True):
+            added.append(total.assign_add(gradients[index], read_value=False))
 
-        def reduce(totals: list[Any], variables: list[Any]) -> Sequence[Any]:
-            reduced: list[Any] = self._distribution.reduce.reduce_unmarked(totals, variables, done)
-            return reduced
+        def step() -> list[Any]:
+            divisor = self._distribution.options.pass_divisor
+            given = [total.read_value() / tf.cast(divisor, total.dtype) for total in totals]
+            reduced = self._distribution.reduce.reduce_unmarked(
+                given, [variables[index] for index in indices], [done[index] for index in indices]
+            )
+            with run_after(reduced):  # assign zeros: multiplying by zero would keep NaN
+                zeros = [total.assign(tf.zeros_like(total), read_value=False) for total in totals]
+            with run_after(zeros):
+                return [tf.identity(gradient) for gradient in reduced]
 
-        dense = [to_dense(each, self._distribution.options.sparse_as_dense) for each in gradients]
-        return self.add_pass(dense, list(variables), reduce, tf.zeros_like)
+        def wait() -> list[Any]:
+            return [tf.zeros_like(total) for total in totals]
 
-    def _new_variable(self, shape: tf.TensorShape, dtype: tf.DType, name: str) -> tf.Variable:
-        variable = super()._new_variable(shape, dtype, name)
-        with tf.init_scope():
-            if not tf.executing_eagerly():
-                from tf_keras.src import backend
+        results: list[Any] = [None] * len(gradients)
+        if indices:
+            with run_after(added):
+                reduced = tf.cond(self.is_complete(), step, wait)
+            for index, gradient in zip(indices, tf.nest.flatten(reduced), strict=True):
+                results[index] = gradient
+        return results
 
-                backend.track_variable(variable)  # Keras initialises it in a v1 graph
-        return variable
+    def variables(self, trained: list[Any]) -> list[Any]:
+        """Return all variables that are kept here for the gradients of the `trained` variables."""
+        return [self._passes, *(self._total(variable, variable) for variable in trained)]
+
+    @property
+    def counter(self) -> Any:
+        """The number of passes so far, since the last step."""
+        return self._passes.read_value() % self._distribution.options.backward_passes_per_step
+
+    def is_complete(self) -> Any:
+        """Return whether the last pass that was added completes a step."""
+        passes = self._passes.read_value()
+        return tf.equal(passes % self._distribution.options.backward_passes_per_step, 0)
+
+    def _total(self, gradient: Any, variable: Any) -> Any:
+        """Return the variable with the sum of the gradients of `variable`, made if necessary."""
+        key = variable_key(variable)
+        if key not in self._totals:
+            with tf.init_scope():
+                zeros = tf.zeros(variable.shape, gradient.dtype)
+                # Keep a reference, so that no other variable can get the same id.
+                self._totals[key] = _variable(zeros), variable
+        return self._totals[key][0]
+
+
+def _variable(value: Any) -> Any:
+    """Make a variable that is not trained, and that Keras initialises in a v1 graph."""
+    variable = tf.Variable(value, trainable=False)
+    if not tf.executing_eagerly():
+        from tf_keras.src import backend
+
+        backend.track_variable(variable)
+    return variable
 
 
 def replace_inner(scaler: Any, inner: Any) -> Any:

@@ -66,21 +66,7 @@ class GradientAggregation:
         results = [to_dense(gradient, self._sparse_as_dense) for gradient in grads]
         if self.backward_passes_per_step == 1:
             return self._reduce(results, variables)
-        return self.add_pass(results, variables, self._reduce, lambda total: total.read_value())
-
-    def add_pass(
-        self,
-        gradients: Sequence[Any],
-        variables: list[Any],
-        reduce: Allreduce,
-        otherwise: Callable[[Any], tf.Tensor],
-    ) -> list[Any]:
-        """Add gradients; return what `reduce` makes of the sums if this pass completes a step.
-
-        After other passes return what `otherwise` makes of each sum.
-        """
-        results = list(gradients)
-        self.make_variables(results, variables)
+        self._make_variables(results, variables)
         sums = {
             index: self._sums[variable_key(variable)]
             for index, variable in enumerate(variables)
@@ -96,10 +82,8 @@ class GradientAggregation:
         def complete() -> list[tf.Tensor]:
             totals: list[Any] = [None] * len(variables)
             for index, total in sums.items():
-                totals[index] = total.read_value()
-                if self._average:
-                    totals[index] /= tf.cast(self.backward_passes_per_step, total.dtype)
-            reduced = reduce(totals, variables)
+                totals[index] = self._total(total)
+            reduced = self._reduce(totals, variables)
             with run_after([reduced[index] for index in sums]):
                 # Assign zeros: multiplying by zero would turn an infinity into NaN and keep it.
                 cleared = [
@@ -109,11 +93,12 @@ class GradientAggregation:
             with run_after(cleared):
                 return [tf.identity(reduced[index]) for index in sums]
 
+        def keep() -> list[tf.Tensor]:
+            return [total.read_value() for total in sums.values()]
+
         with run_after(added):
             is_complete = tf.equal(self.counter.read_value(), self.backward_passes_per_step)
-            computed = tf.cond(
-                is_complete, complete, lambda: [otherwise(total) for total in sums.values()]
-            )
+            computed = tf.cond(is_complete, complete, keep)
         for index, result in zip(sums, as_list(computed), strict=True):
             results[index] = result
         return results
@@ -133,8 +118,9 @@ class GradientAggregation:
             raise ValueError("apply_gradients takes what compute_gradients returned: call it first")
         pairs = list(args[0]) if args else list(kwargs["grads_and_vars"])
         with run_after([gradient for gradient, _ in pairs]):
+            is_complete = tf.equal(self.counter.read_value(), 0)
             return tf.cond(
-                self.is_complete(),
+                is_complete,
                 lambda: _result(apply_grads_closure()),
                 lambda: as_op([self._count_pass(optimizer, *args, **kwargs)]),
             )
@@ -143,9 +129,12 @@ class GradientAggregation:
         """Increase the optimizer's counter, though nothing was applied."""
         return optimizer.iterations.assign_add(1)
 
-    def is_complete(self) -> tf.Tensor:
-        """Return whether the last pass completed a step."""
-        return tf.equal(self.counter.read_value(), 0)
+    def _total(self, total: tf.Variable) -> tf.Tensor:
+        """Return the sum or the average of the passes' gradients."""
+        value = total.read_value()
+        if not self._average:
+            return value
+        return value / tf.cast(self.backward_passes_per_step, value.dtype)
 
     def _reduce(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         results = list(gradients)
@@ -162,22 +151,16 @@ class GradientAggregation:
             results[index] = result
         return results
 
-    def make_variables(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """Return the counter and the sums of these variables' gradients, made if necessary."""
+    def _make_variables(self, gradients: list[Any], variables: list[Any]) -> None:
         if self.counter is None:
-            self.counter = self._new_variable(tf.TensorShape([]), tf.int32, f"{self._name}_counter")
+            self.counter = new_variable(tf.TensorShape([]), tf.int32, f"{self._name}_counter")
         for number, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is not None and variable_key(variable) not in self._sums:
                 self._summed_variables.append(variable)
                 shape = tf.TensorShape(variable.shape)
-                self._sums[variable_key(variable)] = self._new_variable(
+                self._sums[variable_key(variable)] = new_variable(
                     shape, gradient.dtype, f"{self._name}_{number}"
                 )
-        keys = map(variable_key, variables)
-        return [self.counter, *(self._sums[key] for key in keys if key in self._sums)]
-
-    def _new_variable(self, shape: tf.TensorShape, dtype: tf.DType, name: str) -> tf.Variable:
-        return new_variable(shape, dtype, name)
 
 
 class LocalGradientAggregationHelper(GradientAggregation):
@@ -186,7 +169,8 @@ class LocalGradientAggregationHelper(GradientAggregation):
     Its variables are local ones: v1 graphs initialise them with `local_variables_initializer`.
 
     Args:
-        backward_passes_per_step: The number of passes to add up before ranks exchange gradients.
+        backward_passes_per_step: The number of passes to add up before the ranks exchange
+            gradients.
         allreduce_func: A function that takes lists of gradients and of their variables, and returns
             the reduced gradients.
         sparse_as_dense: Whether to turn sparse gradients into dense ones; False by default.
